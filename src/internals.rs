@@ -36,7 +36,7 @@ pub mod data {
     pub use crate::data::loader::{DataPosition, Loader};
     pub use crate::data::packing::Dataset;
     pub use crate::data::preparation::Preparation;
-    pub use crate::data::rows::RowRules;
+    pub use crate::data::rows::{Packing, RowRules};
     pub use crate::data::tokenizer::{AddBos, Tokenizer};
 }
 

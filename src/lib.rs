@@ -94,6 +94,7 @@ mod planner;
 mod probe;
 mod progress_event;
 mod ranks;
+mod recipe;
 mod report;
 mod search;
 mod signals;

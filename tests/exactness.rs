@@ -676,7 +676,7 @@ fn paged_states_change_no_bit() {
             counts += report.counts;
             moved.push((report.counters.h2d_bytes, report.counters.d2h_bytes, report.counters.adam_elems));
         }
-        let paged_bytes = plan.moments.state_bytes() * plan.layout.elems_in(Tier::Unified).len();
+        let paged_bytes = plan.recipe.numerics.moments.state_bytes() * plan.layout.elems_in(Tier::Unified).len();
         (digest(&mut engine), counts, moved, paged_bytes as u64)
     };
     for seed in 0..24u64 {
@@ -746,7 +746,7 @@ fn streamed_weights_change_no_bit_and_come_once_a_pass() {
             assert!(have == want, "seed {seed}, {dtype}, clip {clip}, {accum} micro-batches, {lines}");
             let (streamed, beside) =
                 (streamed_elems(&plan, &shape), plan.layout.offloaded_elems() - plan.weight_ring.unwrap().ringed_elems);
-            let width = plan.dtype.bytes() as u64;
+            let width = plan.recipe.numerics.dtype.bytes() as u64;
             if plan.barrier && counts.skipped == 0 {
                 // Weights outside the ring return once a step, and were copied once before the first step. A skipped step leaves them
                 // unchanged.
@@ -769,6 +769,6 @@ fn streamed_elems(plan: &Plan, shape: &ModelShape) -> u64 {
     borders.dedup();
     let at_turn = *borders.iter().rfind(|&&end| end <= ring.period_elems).unwrap();
     let at_end = ring.ringed_elems - borders.iter().find(|&&start| start + ring.period_elems >= ring.ringed_elems).unwrap();
-    let accum = plan.grad_accum_steps;
+    let accum = plan.recipe.step.micro_batches;
     (2 * accum * ring.ringed_elems - accum * at_turn - (accum - 1) * at_end) as u64
 }

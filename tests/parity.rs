@@ -93,7 +93,7 @@ impl Golden {
             Plan::new(&settings(&format!("{RECIPE}{}{}{way}", self.balance(), resident(way))), &self.shape, &Machine::cpu(2), false)
                 .unwrap();
         // Tiles that do not divide the dimensions.
-        plan.loss_tile = LossTile { rows: 20, vocab: 40 };
+        plan.recipe.numerics.loss_tile = LossTile { rows: 20, vocab: 40 };
         let first = self.first_params();
         start(&plan, &self.shape, |spec| first[spec.range()].to_vec())
     }

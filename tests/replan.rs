@@ -156,7 +156,7 @@ fn plans_that_change_between_steps_change_no_bit() {
         // Streamed weights and casts on the device exclude each other, and a model with few layers needs no ring.
         let mut draw = || loop {
             if let Ok(plan) = case.plan(&format!("{fixed}\n{}", places(&mut noise, strategy, "flow"))) {
-                return Plan { sums_on_host: plan.partial_sums > 1 && plan.layout.offloaded() > 0 && noise.next() % 2 == 0, ..plan };
+                return Plan { sums_on_host: plan.recipe.step.shares > 1 && plan.layout.offloaded() > 0 && noise.next() % 2 == 0, ..plan };
             }
         };
         let (first, mut steps) = (draw(), Noise::new(seed + 7, 4));

@@ -4,7 +4,7 @@ use crate::program::{Workspace, run};
 use crate::support::{Noise, digest, grad_ring, load, random_params, resident, settings, tiny_llama};
 use std::path::Path;
 use std::time::{Duration, Instant};
-use superoffload::internals::data::{Batch, Batches};
+use superoffload::internals::data::{Batch, Batches, Packing};
 use superoffload::internals::device::Kernels;
 use superoffload::internals::engine::Engine;
 use superoffload::internals::hardware::Topology;
@@ -117,11 +117,11 @@ fn steps_of(shape: &ModelShape, seed: u64, lines: &str, change: impl FnOnce(&mut
         "device = 'cpu'\nseq-length = {LENGTH}\nper-device-train-batch-size = {ROWS}\nmax-steps = 9\nbucket-mib = 0.125\n\
          weight-decay = 0.1\n{lines}"
     );
-    let plan = Plan::new(&settings(&text), shape, &Machine::cpu(2), false).unwrap_or_else(|error| panic!("{error}: {lines}"));
-    let mut plan = Plan { separates_documents: seed % 2 == 1, ..plan };
+    let mut plan = Plan::new(&settings(&text), shape, &Machine::cpu(2), false).unwrap_or_else(|error| panic!("{error}: {lines}"));
+    plan.recipe.rows.packing = if seed % 2 == 1 { Packing::Bfd } else { Packing::Wrapped };
     if seed.is_multiple_of(3) {
         // Tiles that do not divide the dimensions.
-        (plan.loss_tile.rows, plan.loss_tile.vocab) = (7, 40);
+        (plan.recipe.numerics.loss_tile.rows, plan.recipe.numerics.loss_tile.vocab) = (7, 40);
     }
     change(&mut plan);
     on_cpus(&plan, shape, &Topology::this_machine(), Steps(seed)).unwrap_or_else(|error| panic!("{error}: {lines}"))
@@ -266,7 +266,7 @@ fn ranks_of_a_sequence_may_keep_parts_of_the_weights_and_compute_in_tiles_or_fp8
     let sharded = if cfg!(feature = "weight-flow") { "weights = 'sharded'\n" } else { "" };
     let mut digests = Vec::new();
     for products in ["", "matmul-dtype = 'fp8'\n"] {
-        let in_tiles = |plan: &mut Plan| plan.mlp_tile = products.is_empty().then_some(7);
+        let in_tiles = |plan: &mut Plan| plan.recipe.numerics.mlp_tile = products.is_empty().then_some(7);
         let way = format!("{products}strategy = 'no-offload'\nactivations = 'keep'");
         let (losses, _, want) = steps_of(&shape, 4, &lines(2, &way), in_tiles);
         for (nth, policy) in ["keep", "recompute-cheap", "recompute-block", "host", "host-attention"].into_iter().enumerate() {

@@ -53,7 +53,7 @@ pub fn settings(toml: &str) -> Settings {
 
 /// The shortest gradient ring that holds any module and a bucket, if it saves memory. The embeddings stay outside.
 pub fn grad_ring(plan: &Plan, table: &TensorTable) -> Option<RingShape> {
-    let grain = RING_GRAIN_BYTES / plan.dtype.bytes();
+    let grain = RING_GRAIN_BYTES / plan.recipe.numerics.dtype.bytes();
     let module_elems = [Module::Head, Module::Layer(0)].map(|module| table.module_range(module).len());
     let period_elems = (module_elems[0].max(module_elems[1]) + plan.layout.bucket_elems()).next_multiple_of(grain);
     let limit = if plan.ranks == 1 { plan.layout.offloaded_elems() } else { plan.layout.flat_elems() };
@@ -95,7 +95,7 @@ pub fn load<D: Kernels>(engine: &mut Engine<D>, params: impl Fn(&TensorSpec) -> 
 /// Digest of an engine's flushed state, as `train --digest` prints it.
 pub fn digest<D: Kernels>(engine: &mut Engine<D>) -> String {
     engine.flush().unwrap();
-    let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().moments);
+    let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().recipe.numerics.moments);
     for_each_state(engine, |_, state| StatePart::ALL.into_iter().for_each(|part| digest.update(part, &state[part as usize])));
     digest.finish()
 }

@@ -108,7 +108,7 @@ impl StepBench {
         let matmul_flops = chosen.gpus.first().map(|gpu| matmul_ceiling(&plan, gpu.index)).transpose()?;
         let user = Measurement { bench: self, launch: &launch, settings: &settings, plan: &plan, matmul_flops, log };
         let Some(process_group) = process_group else { return launch.engine(&plan, &self.shape, user) };
-        process_group.propose((&plan, &self.shape), &settings, String::new())?;
+        process_group.propose(&plan, &settings, String::new())?;
         ThisProcess { launch: &launch, plan: &plan, shape: &self.shape, links: &process_group.links }.lead(user, &Stepping)
     }
 
@@ -210,7 +210,7 @@ fn pass_on(news: ProgressEvent<'_>, log: &mut dyn FnMut(&dyn Display)) {
 /// FLOP/s of large matrix products in the plan's format, measured over seconds: the speed that the GPU sustains under its power limit.
 fn matmul_ceiling(plan: &Plan, ordinal: usize) -> Result<f64> {
     let mut dev = gpu::open(ordinal, plan.cuda_libraries.clone(), Engines::OWN, 0, false)?;
-    super::ceiling::matmul_flops(&mut dev, plan.dtype, CEILING_ELEMS, CEILING_TIME)
+    super::ceiling::matmul_flops(&mut dev, plan.recipe.numerics.dtype, CEILING_ELEMS, CEILING_TIME)
 }
 
 /// Samples of the GPU, or the reason why there are none.

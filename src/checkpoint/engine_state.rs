@@ -18,7 +18,7 @@ use std::{mem, thread};
 /// The device's; no thread to be had.
 pub(crate) fn digest<D: Kernels>(engine: &mut Engine<D>) -> Result<String> {
     engine.flush()?;
-    let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().moments);
+    let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().recipe.numerics.moments);
     // Nothing waits in between, so that at most three pieces are held.
     let (read, pieces) = mpsc::sync_channel::<(StatePart, Vec<f32>)>(0);
     let (used, spare) = mpsc::channel();
@@ -118,7 +118,7 @@ mod tests {
     }
 
     fn digest_by(engine: &mut Engine<CpuDevice>, piece_elems: usize) -> String {
-        let mut digest = StateDigest::new(3, engine.plan().moments);
+        let mut digest = StateDigest::new(3, engine.plan().recipe.numerics.moments);
         let update = |_: Option<&TensorSpec>, part, elems: &mut Vec<f32>| {
             digest.update(part, elems);
             Ok(())
@@ -138,7 +138,7 @@ mod tests {
             speculation: Value::Null,
             settings: Value::Null,
         };
-        let run = serde_json::json!({"moments": engine.plan().moments}).as_object().unwrap().clone();
+        let run = serde_json::json!({"moments": engine.plan().recipe.numerics.moments}).as_object().unwrap().clone();
         let mut writer = Writer::create(&Dir::open(dir).unwrap(), trainer, run).unwrap();
         let write = |begun: Option<&TensorSpec>, part, elems: &mut Vec<f32>| {
             begun.iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));

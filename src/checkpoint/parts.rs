@@ -50,7 +50,7 @@ pub(crate) fn save_own<D: Kernels>(engine: &mut Engine<D>, output_dir: &Path, [s
 
 /// Writes this rank's file into `dir`, and has it on disk; the checksums of its chunks.
 fn write<D: Kernels>(engine: &mut Engine<D>, dir: &Dir) -> Result<Vec<u32>> {
-    let (rank, elems, moments) = (engine.slices().rank(), engine.slices().elems(), engine.plan().moments);
+    let (rank, elems, moments) = (engine.slices().rank(), engine.slices().elems(), engine.plan().recipe.numerics.moments);
     let (mut file, mut buffer) = (StateWriter::create(dir, &file_name(rank))?, Vec::new());
     for part in StatePart::ALL {
         for start in (0..elems).step_by(PIECE_ELEMS) {
@@ -69,7 +69,7 @@ pub(crate) fn part_bytes(plan: &Plan, process: usize) -> u64 {
     let each = plan.ranks / plan.processes;
     let elems = |rank| Slices::new(plan.layout.clone(), rank, plan.ranks).elems();
     let most = (process * each..(process + 1) * each).map(elems).max().unwrap_or(0);
-    (most * plan.moments.state_bytes()) as u64
+    (most * plan.recipe.numerics.moments.state_bytes()) as u64
 }
 
 /// A directory that shows that several processes have one file system, as checkpoints of theirs need. It goes when this is dropped, or when

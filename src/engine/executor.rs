@@ -142,7 +142,7 @@ impl<D: Kernels> Engine<D> {
         let slices = exchange.slices();
         let memory = Memory::new(&plan, slices, (&mut dev, &mut host))?;
         let (scratch, model, flow) = StepScratch::take(&plan, &shape, slices, (&mut dev, &mut host), &memory.bounce_buffer)?;
-        let report = StepResults::new(slices.elems(), plan.partial_sums / slices.ranks(), exchange.sums_on(), &mut dev, &mut host)?;
+        let report = StepResults::new(slices.elems(), plan.recipe.step.shares / slices.ranks(), exchange.sums_on(), &mut dev, &mut host)?;
         let expert_rows = ExpertRows::new(&shape, plan.micro_batches_of_rank(), (&mut dev, &mut host))?;
         model.prepare(&mut dev)?;
         Ok(Self {
@@ -155,7 +155,7 @@ impl<D: Kernels> Engine<D> {
             fault_injector: FaultInjector::of(&plan, exchange.slices().rank()),
             exchange,
             recorder: Recorder::new("driver", plan.trace_spans),
-            loss_scale: LossScale::new(plan.dtype),
+            loss_scale: LossScale::new(plan.recipe.numerics.dtype),
             modules_enqueued: 0,
             optimizer_step: 0,
             train_step: 0,
@@ -250,7 +250,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Sets the gradient norm above which steps are clipped, from the next verdict on; 0 turns clipping off.
     pub(crate) fn set_max_grad_norm(&mut self, max_grad_norm: f64) {
-        self.plan.max_grad_norm = max_grad_norm;
+        self.plan.recipe.max_grad_norm = max_grad_norm;
     }
 
     /// Checks that no rank has failed so far.

@@ -91,7 +91,9 @@ impl<D: Kernels> PassRunner for Engine<D> {
         self.inject(FaultPhase::HandOver)?;
         if what.is_new() {
             self.exchange.hand_over(&mut self.dev)?;
-            self.wait_for_peers(DriverActivity::HandOver, self.plan.sequence_ranks, |engine| Ok(engine.exchange.is_handed_over()))?;
+            self.wait_for_peers(DriverActivity::HandOver, self.plan.recipe.step.sequence_ranks, |engine| {
+                Ok(engine.exchange.is_handed_over())
+            })?;
         }
         self.exchange.take_over(&mut self.dev, &self.model, (what, layer))
     }

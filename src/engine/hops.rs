@@ -218,7 +218,7 @@ impl<D: Kernels> Engine<D> {
     }
 
     fn step_on_device(&mut self, flat: &Range<usize>, local: &Range<usize>, update: Update) -> Result<()> {
-        let hyper = AdamHyper { lr: update.learning_rate, ..self.plan.hyper };
+        let hyper = AdamHyper { lr: update.learning_rate, ..self.plan.recipe.optimizer };
         let segments = self.scratch.step.segments.clone();
         for segment in segments.iter() {
             let part = segment.range.start.max(local.start)..segment.range.end.min(local.end);

@@ -20,7 +20,7 @@ pub(super) struct Memory {
 
 impl Memory {
     pub(super) fn new<D: Device>(plan: &Plan, slices: &Slices, (dev, host): Sides<'_, D>) -> Result<Self> {
-        let states = StateTiers::new(plan.moments, slices, (dev, host))?;
+        let states = StateTiers::new(plan.recipe.numerics.moments, slices, (dev, host))?;
         let batches = host.alloc("batches", plan.micro_batches_of_rank() * batch_bytes(plan))?;
         dev.pin(batches)?;
         Ok(Self { states, batches, bounce_buffer: BounceBuffer::new((dev, host))? })

@@ -304,10 +304,10 @@ fn the_sum_of_a_group_leaves_its_process_once() {
         NcclStandInHub::sent_bytes(&key)
     };
     let (shares, groups) = (sent(&flat), sent(&Settings { gradient_group: Some(2), ..flat.clone() }));
-    let bytes = (plan(&flat).layout.flat_elems() * plan(&flat).dtype.bytes()) as u64;
+    let bytes = (plan(&flat).layout.flat_elems() * plan(&flat).recipe.numerics.dtype.bytes()) as u64;
     assert_eq!(shares - groups, 4 * (bytes / 2 - bytes / 4));
     // Weights are sent at the start, after the step, and after the simulated resume; connections exchange one word between each pair.
-    let words = 8 * plan(&flat).dtype.bytes() as u64;
+    let words = 8 * plan(&flat).recipe.numerics.dtype.bytes() as u64;
     assert_eq!(groups, bytes + 3 * bytes + words);
 }
 

@@ -177,7 +177,7 @@ impl<D: Kernels + Peers> Engine<D> {
             Order::Init => self.init_state(words[0], words[1].min(THREADS_MAX) as usize),
             Order::Send => self.send_weights(),
             Order::Resume => {
-                let mut loss_scale = LossScale::new(self.plan.dtype);
+                let mut loss_scale = LossScale::new(self.plan.recipe.numerics.dtype);
                 loss_scale.restore(f32::from_bits(words[2] as u32), words[3]);
                 self.resume(words[0], words[1], loss_scale, SpeculationHistory::of(words[4]))
             }

@@ -177,7 +177,7 @@ impl SliceMemory {
         Ok(Self {
             shards: Shards::take(lease, dev, plan, slices)?,
             ringed_elems: plan.weight_ring.map_or(0, |ring| ring.ringed_elems),
-            kept: lease.alloc(dev, "gradient slices", kept.len(), plan.dtype)?,
+            kept: lease.alloc(dev, "gradient slices", kept.len(), plan.recipe.numerics.dtype)?,
             kept_from: kept.start,
         })
     }
@@ -199,7 +199,7 @@ impl<C> PeerExchange<C> {
         let [written, gathered, pulled, summed] = [events(count)?, events(count)?, events(count)?, events(count)?];
         let relayed = events(if matches!(transport, PeerTransport::Memory) { 0 } else { count })?;
         let kept_sums = plan.kept_sums();
-        let whole_words = batch::arrays(plan.separates_documents) * plan.batch * plan.seq_length;
+        let whole_words = batch::arrays(plan.recipe.separates_documents()) * plan.recipe.step.micro_batch * plan.recipe.step.seq_length;
         let mut lease = Lease::default();
         Ok(Self {
             own: SliceMemory::take(&mut lease, dev, plan, &slices)?,
@@ -214,17 +214,17 @@ impl<C> PeerExchange<C> {
             fetched: dev.event()?,
             fetches: 0,
             is_bringing: false,
-            staging: dev.alloc("peers' gradients", (ranks - 1) * slices.slice_elems(), plan.dtype)?,
+            staging: dev.alloc("peers' gradients", (ranks - 1) * slices.slice_elems(), plan.recipe.numerics.dtype)?,
             sums: dev.alloc("gradient sums", slices.elems() * kept_sums, Dtype::Float32)?,
             kept_sums,
             addition: PartialSumChain::of(plan),
             is_grouped: plan.sums_within(),
-            rounds: (plan.partial_sums / ranks) as u64,
+            rounds: (plan.recipe.step.shares / ranks) as u64,
             per_partial_sum: plan.micro_batches_per_partial_sum(),
-            sequence_ranks: plan.sequence_ranks,
+            sequence_ranks: plan.recipe.step.sequence_ranks,
             batch_words: plan.batch_words(),
             room: if context.rank == 0 { vec![0; whole_words] } else { Vec::new() },
-            handovers: Handovers::new(dev, context.rank, plan.sequence_ranks)?,
+            handovers: Handovers::new(dev, context.rank, plan.recipe.step.sequence_ranks)?,
             peers: Vec::new(),
             buckets_written: 0,
             buckets_grouped: 0,

@@ -53,7 +53,10 @@ fn plan(case: Case) -> Plan {
     let is_ringed = case.ranks > 1 && (1..layout.count()).contains(&case.ring);
     let ring = RingShape { ringed_elems: layout.flat_elems(), period_elems: case.ring * layout.bucket_elems() };
     let grad_ring = is_ringed.then_some(ring);
-    Plan { layout, dtype: Dtype::Float32, ranks: case.ranks, partial_sums, grad_accum_steps: partial_sums, grad_ring, ..plan }
+    let mut plan = Plan { layout, ranks: case.ranks, grad_ring, ..plan };
+    plan.recipe.numerics.dtype = Dtype::Float32;
+    (plan.recipe.step.shares, plan.recipe.step.micro_batches) = (partial_sums, partial_sums);
+    plan
 }
 
 /// Not used by these tests.

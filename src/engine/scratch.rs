@@ -60,12 +60,12 @@ impl StepScratch {
         lease: &mut Lease,
     ) -> Result<(Self, Arc<Model>, Option<WeightFlow>)> {
         let (table, flat) = (TensorTable::new(shape), plan.layout.flat_elems());
-        let weights = lease.alloc_flat(dev, "weights", flat, plan.dtype, plan.weight_ring)?;
-        let grads = lease.alloc_flat(dev, "gradients", flat, plan.dtype, plan.grad_ring)?;
+        let weights = lease.alloc_flat(dev, "weights", flat, plan.recipe.numerics.dtype, plan.weight_ring)?;
+        let grads = lease.alloc_flat(dev, "gradients", flat, plan.recipe.numerics.dtype, plan.grad_ring)?;
         let mut activations = ActivationPlan::new(plan.micro_batch(shape))?.allocate(dev, host, lease)?;
         activations.sequence = plan.sequence_rank(slices.rank());
         for (rope, target) in shape.ropes.iter().zip(&activations.rope_tables) {
-            let table = RopeTable::new(rope, plan.seq_length);
+            let table = RopeTable::new(rope, plan.recipe.step.seq_length);
             bounce_buffer.fill((dev, host), *target, |elems, bytes| table.write(elems, bytemuck::cast_slice_mut(bytes)))?;
         }
         let casts = plan.device_casts() && plan.layout.offloaded() > 0;
@@ -76,7 +76,7 @@ impl StepScratch {
         // Peers may still pull gradients when this rank no longer needs them.
         let spare = if slices.ranks() == 1 { distinct(grads, plan.grad_ring) } else { grads.slice(0, 0) };
         let flow = plan.weight_ring.map(|ring| WeightFlow::new(dev, &table, ring, source, (weights, spare))).transpose()?;
-        let tokens = plan.batch * plan.seq_length;
+        let tokens = plan.recipe.step.micro_batch * plan.recipe.step.seq_length;
         let rows = LateRows::take(&plan.layout, (shape, &table), tokens, (dev, host), lease)?;
         let model = Arc::new(Model::new(shape.clone(), weights, grads, activations)?);
         Ok((Self { step, staging_d2h, staging_h2d, rows, lease: Lease::default() }, model, flow))
@@ -113,7 +113,7 @@ fn step_memory<D: Device>(
     };
     let (grads, params) = (slots("gradient slots", plan.grad_slots)?, slots("parameter slots", plan.param_slots)?);
     let (segments, kernels) = (local_segments(&segments(table), slices), AdamKernels::new(plan.isa)?);
-    Ok(StepMemory { grads, params, segments, hyper: plan.hyper, kernels })
+    Ok(StepMemory { grads, params, segments, hyper: plan.recipe.optimizer, kernels })
 }
 
 /// Neighbouring tensors with the same decay rule, joined. Padding belongs to the tensor before it.

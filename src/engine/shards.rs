@@ -28,7 +28,7 @@ impl Shards {
         let (sharded, kept) = (plan.sharded(), if plan.fully_sharded { 1 } else { plan.processes });
         // Equally long for each owner, so that the memory fits the longest slices.
         let elems = slices.most_in(&sharded);
-        let memory = lease.alloc(dev, "weight slices", kept * elems, plan.dtype)?;
+        let memory = lease.alloc(dev, "weight slices", kept * elems, plan.recipe.numerics.dtype)?;
         Ok(Self {
             by_process: (0..kept).map(|process| memory.slice(process * elems, elems)).collect(),
             only: plan.fully_sharded.then(|| slices.rank()),

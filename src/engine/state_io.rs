@@ -151,7 +151,7 @@ impl<D: Kernels> Engine<D> {
         let own = self.exchange.slices();
         let chunks = |rank| {
             let theirs = Slices::new(own.layout().clone(), rank, own.ranks());
-            (theirs.elems() * self.plan.moments.state_bytes()).div_ceil(CHUNK_BYTES)
+            (theirs.elems() * self.plan.recipe.numerics.moments.state_bytes()).div_ceil(CHUNK_BYTES)
         };
         let start = (0..rank).map(chunks).sum();
         start..start + chunks(rank)
@@ -215,8 +215,8 @@ impl<D: Kernels> Engine<D> {
     /// Errors of the device and of `batches`.
     pub fn logits(&mut self, batches: &mut impl Batches) -> Result<Vec<f32>> {
         self.wait_for_all_params()?;
-        let elems = self.plan.batch * self.plan.seq_length * self.model.shape.vocab;
-        let out = self.dev.alloc("logits", elems, self.plan.dtype)?;
+        let elems = self.plan.recipe.step.micro_batch * self.plan.recipe.step.seq_length * self.model.shape.vocab;
+        let out = self.dev.alloc("logits", elems, self.plan.recipe.numerics.dtype)?;
         let wide = self.dev.alloc("logits fp32", elems, Dtype::Float32)?;
         self.read_batch(0, 0, batches)?;
         self.upload_batch(0)?;

@@ -16,6 +16,7 @@ use crate::model::tensors::Module;
 use crate::planner::plan::Plan;
 use crate::ranks::RANKS_MAX;
 use crate::ranks::progress::StepOutcome;
+use crate::recipe::StepShape;
 use crate::trace::STEP_SPAN;
 use crate::units::NormSq;
 use std::sync::Arc;
@@ -56,7 +57,7 @@ impl<D: Kernels> Engine<D> {
     pub(crate) fn read_micro_batches(&mut self, batches: &mut impl Batches) -> Result<usize> {
         self.await_done()?;
         self.driver_state.set_activity(DriverActivity::Data, 0);
-        let targets: Result<usize> = (0..self.plan.grad_accum_steps).map(|micro_batch| self.deal(micro_batch, batches)).sum();
+        let targets: Result<usize> = (0..self.plan.recipe.step.micro_batches).map(|micro_batch| self.deal(micro_batch, batches)).sum();
         self.driver_state.set_activity(DriverActivity::Else, 0);
         targets
     }
@@ -64,11 +65,11 @@ impl<D: Kernels> Engine<D> {
     /// Reads micro-batch `micro_batch` of a step and passes it to the ranks that compute it; returns its counted targets.
     fn deal(&mut self, micro_batch: usize, batches: &mut impl Batches) -> Result<usize> {
         match self.exchange.place(micro_batch) {
-            Some(place) if self.plan.sequence_ranks == 1 => self.read_batch(place, micro_batch, batches),
+            Some(place) if self.plan.recipe.step.sequence_ranks == 1 => self.read_batch(place, micro_batch, batches),
             _ => {
                 let mut room = self.exchange.room();
                 let targets = fill(&self.plan, self.model.shape.vocab, &mut room, batches);
-                (0..self.plan.sequence_ranks).for_each(|rank| self.deal_part(micro_batch, rank, &room));
+                (0..self.plan.recipe.step.sequence_ranks).for_each(|rank| self.deal_part(micro_batch, rank, &room));
                 self.exchange.keep_room(room);
                 targets?.map_err(|cause| self.bad_data(format!("micro-batch {micro_batch}: {cause}")))
             }
@@ -77,7 +78,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Passes the part of micro-batch `micro_batch` (`whole`) that belongs to the `rank`-th rank of a sequence group to that rank.
     fn deal_part(&mut self, micro_batch: usize, rank: usize, whole: &[i32]) {
-        let Plan { batch, seq_length, sequence_ranks: ranks, .. } = self.plan;
+        let StepShape { micro_batch: batch, seq_length, sequence_ranks: ranks, .. } = self.plan.recipe.step;
         let (part, mut words) = (micro_batch * ranks + rank, batch::parts(whole, (batch * seq_length, seq_length), (rank, ranks)));
         let Some(place) = self.exchange.place(part) else { return self.exchange.send_part(part, &mut words) };
         let mut memory = self.host.lend_mut(self.memory.batch(&self.plan, place));
@@ -102,7 +103,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Runs the step of the data that was read last.
     pub(crate) fn run_step(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
-        self.lead(Order::Step, [learning_rate.to_bits(), data.targets as u64, self.plan.max_grad_norm.to_bits(), 0, 0, 0])?;
+        self.lead(Order::Step, [learning_rate.to_bits(), data.targets as u64, self.plan.recipe.max_grad_norm.to_bits(), 0, 0, 0])?;
         self.driver_state.set_activity(DriverActivity::Enqueuing, 0);
         let start = self.dev.now_ns();
         let stepped = self.pass_and_validate(learning_rate, data);
@@ -116,7 +117,7 @@ impl<D: Kernels> Engine<D> {
         self.exposed = Exposed::default();
         let inv_targets = 1.0 / data.targets as f32;
         // The loss is a mean over micro-batches, each of which balances its own experts.
-        let balance = (self.plan.router_aux_loss_coef / self.plan.grad_accum_steps as f64) as f32;
+        let balance = (self.plan.recipe.router_aux_loss_coef / self.plan.recipe.step.micro_batches as f64) as f32;
         let layers = self.model.shape.layers.len();
         let per_partial_sum = self.plan.micro_batches_per_partial_sum();
         // Micro-batches of this rank: one share a round.
@@ -284,7 +285,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Whether share `round` of this rank is the last of a step.
     fn is_last(&self, round: usize) -> bool {
-        (round + 1) * self.exchange.slices().ranks() == self.plan.partial_sums
+        (round + 1) * self.exchange.slices().ranks() == self.plan.recipe.step.shares
     }
 
     /// In a ring of gradients, waits until the gradients that `module` overwrites are summed, and in the last round also copied.
@@ -315,9 +316,9 @@ impl<D: Kernels> Engine<D> {
 
     pub(super) fn upload_batch(&mut self, micro_step: usize) -> Result<()> {
         let inputs = self.memory.batch(&self.plan, micro_step);
-        if self.plan.separates_documents {
-            let starts = batch::documents(self.host.lend(inputs), self.plan.batch * self.plan.seq_length);
-            self.dev.set_documents(starts, self.plan.seq_length)?;
+        if self.plan.recipe.separates_documents() {
+            let starts = batch::documents(self.host.lend(inputs), self.plan.recipe.step.micro_batch * self.plan.recipe.step.seq_length);
+            self.dev.set_documents(starts, self.plan.recipe.step.seq_length)?;
         }
         self.dev.copy_h2d(Stream::Compute, inputs, self.model.activations.inputs)
     }
@@ -443,7 +444,7 @@ impl<D: Kernels> Engine<D> {
     fn judge(&self, learning_rate: f64, outcome: StepOutcome) -> StepReport {
         let StepOutcome { norm_sq, nonfinite, loss } = outcome;
         let grad_norm = NormSq(norm_sq).norm(self.loss_scale.inverse());
-        let verdict = Verdict::new(grad_norm, nonfinite, self.plan.max_grad_norm);
+        let verdict = Verdict::new(grad_norm, nonfinite, self.plan.recipe.max_grad_norm);
         let (counts, exposed, loss_scale) = (Counts::default(), self.exposed, self.loss_scale.scale());
         StepReport {
             loss,
@@ -495,7 +496,7 @@ impl<D: Kernels> Engine<D> {
 
 /// Fills `memory` with a micro-batch. Returns its counted targets, or a description of invalid data.
 fn fill(plan: &Plan, vocab: usize, memory: &mut [i32], batches: &mut impl Batches) -> Result<std::result::Result<usize, String>> {
-    let mut batch = Batch::new(memory, plan.seq_length, plan.separates_documents);
+    let mut batch = Batch::new(memory, plan.recipe.step.seq_length, plan.recipe.separates_documents());
     batches.fill(&mut batch)?;
     Ok(batch.count_targets(vocab))
 }

@@ -93,7 +93,7 @@ impl PartialSums {
         let places = [place()?, place()?, place()?];
         let added = (0..plan.layout.count()).map(|_| dev.event()).collect::<Result<_>>()?;
         let (memory, addition) = (SumMemory::take(plan, (dev, host))?, PartialSumChain::of(plan));
-        Ok(Self { places, added, memory, addition, partial_sums: plan.partial_sums, passed: 0, crossed: [0; 2] })
+        Ok(Self { places, added, memory, addition, partial_sums: plan.recipe.step.shares, passed: 0, crossed: [0; 2] })
     }
 
     pub(super) fn give_back<D: Device>(&mut self, (dev, host): Sides<'_, D>) -> Result<()> {

@@ -188,7 +188,7 @@ impl TcpTransport {
         let grads_with: Vec<usize> =
             if plan.sums_within() { inter_node_peers(&connections).collect() } else { remote_ranks(&connections).collect() };
         let [others, inter_node_peers] = [grads_with.len(), inter_node_peers(&connections).count()];
-        let bytes = slices.longest() * plan.dtype.bytes();
+        let bytes = slices.longest() * plan.recipe.numerics.dtype.bytes();
         let mut way = |name, connections| StagingBuffers::new((&mut *dev, &mut host), name, connections * PLACES, bytes);
         let [grads, grads_in] = [way("leaving gradients", others)?, way("coming gradients", others)?];
         let [weights, weights_in] = [way("leaving weights", inter_node_peers)?, way("coming weights", inter_node_peers)?];

@@ -38,7 +38,8 @@ impl Pair {
         let settings = Settings { seq_length: 8, per_device_train_batch_size: 1, ..Settings::demo() };
         let plan = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(1), false).unwrap();
         let layout = BucketLayout::new(2 * SLICE_BLOCKS * BUCKETS * BLOCK, 2 * SLICE_BLOCKS * BLOCK, Tier::Device);
-        let (plan, slices) = (Plan { layout: layout.clone(), dtype: Dtype::Float32, ..plan }, Slices::new(layout.clone(), 0, 2));
+        let (mut plan, slices) = (Plan { layout: layout.clone(), ..plan }, Slices::new(layout.clone(), 0, 2));
+        plan.recipe.numerics.dtype = Dtype::Float32;
         let mut dev = open::cpu(1, StreamOrder::Adversary { seed }, Arc::new(Doorbell::default()), 0).unwrap();
         let [(grads, others), (weights, of_others)] = [SliceKind::Gradients, SliceKind::Weights].map(connections);
         let tcp = TcpTransport::new(&mut dev, &plan, &slices, vec![None, Some(RankConnections { grads, weights: Some(weights) })]).unwrap();

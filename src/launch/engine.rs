@@ -186,7 +186,7 @@ pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
 
 /// Opens the visible GPU `ordinal`.
 pub(super) fn gpu_device(plan: &Plan, ordinal: usize, portable: bool) -> Result<GpuDevice> {
-    let engines = Engines { attention: plan.attention, expert_products: plan.expert_products };
+    let engines = Engines { attention: plan.recipe.numerics.attention, expert_products: plan.recipe.numerics.experts };
     gpu::open(ordinal, plan.cuda_libraries.clone(), engines, plan.trace_spans, portable)
 }
 

@@ -102,7 +102,7 @@ impl ThisProcess<'_> {
     fn meet(self) -> Result<LocalRanks> {
         let Self { plan, links, .. } = self;
         let longest = Slices::new(plan.layout.clone(), 0, plan.ranks).longest();
-        let parcel_bytes = longest * plan.dtype.bytes();
+        let parcel_bytes = longest * plan.recipe.numerics.dtype.bytes();
         if !plan.by_nccl && u32::try_from(parcel_bytes).is_err() {
             let cause = format!("--bucket-mib: a slice of {parcel_bytes} bytes is too long for one parcel; use smaller buckets");
             return Err(Error::usage(cause));

@@ -36,41 +36,42 @@ impl Plan {
             f,
             "  model       {:.2} M parameters, {} on the device, {} on the link",
             self.params as f64 / 1e6,
-            self.dtype,
+            self.recipe.numerics.dtype,
             self.link_dtype
         )?;
-        let (batch, seq, accum) = (self.batch, self.seq_length, self.micro_batches_of_rank());
+        let (batch, seq, accum) = (self.recipe.step.micro_batch, self.recipe.step.seq_length, self.micro_batches_of_rank());
         let devices = if self.machine.kind == DeviceKind::Gpu { "GPUs" } else { "ranks" };
-        let ranks = match (self.ranks / self.sequence_ranks, self.sequence_ranks) {
+        let ranks = match (self.ranks / self.recipe.step.sequence_ranks, self.recipe.step.sequence_ranks) {
             (1, 1) => String::new(),
             (ranks, 1) => format!("{ranks} {devices} x "),
             (1, each) => format!("{each} {devices} on the same sequences x "),
             (groups, each) => format!("{groups} x {each} {devices} on the same sequences x "),
         };
-        let groups = if self.gradient_group > 1 { format!(" in groups of {}", self.gradient_group) } else { String::new() };
-        let partial_sums = if self.partial_sums > 1 { format!(" in {} gradient shares{groups}", self.partial_sums) } else { String::new() };
+        let groups = if self.recipe.step.group > 1 { format!(" in groups of {}", self.recipe.step.group) } else { String::new() };
+        let partial_sums =
+            if self.recipe.step.shares > 1 { format!(" in {} gradient shares{groups}", self.recipe.step.shares) } else { String::new() };
         writeln!(
             f,
             "  step        {ranks}{accum} x {batch} x {seq} = {} tokens{partial_sums}; loss in tiles of {} x {}",
             self.tokens_per_step(),
-            self.loss_tile.rows,
-            self.loss_tile.vocab
+            self.recipe.numerics.loss_tile.rows,
+            self.recipe.numerics.loss_tile.vocab
         )?;
         if let Some([fewest, most]) = self.uneven_heads {
             writeln!(
                 f,
                 "  heads       {fewest} to {most} query heads on each of {}: the devices with the most set the time",
-                self.sequence_ranks
+                self.recipe.step.sequence_ranks
             )?;
         }
-        if self.loss_tile != self.usual_tile {
+        if self.recipe.numerics.loss_tile != self.usual_tile {
             let rows = self.usual_tile.rows;
             writeln!(f, "  bits        differ from runs with loss tiles of {rows} rows, which do not fit here")?;
         }
-        if let Some(block) = self.attention_block {
+        if let Some(block) = self.recipe.numerics.attention_block {
             writeln!(f, "  attention   backward pass in blocks of {block} queries and keys; their gradients are added in fp32")?;
         }
-        if let Some(tile) = self.mlp_tile {
+        if let Some(tile) = self.recipe.numerics.mlp_tile {
             writeln!(f, "  MLP         computed in tiles of {tile} tokens; weight gradients are summed over the tiles")?;
         }
         if self.ranks > 1 && self.machine.kind == DeviceKind::Gpu {
@@ -88,7 +89,7 @@ impl Plan {
     /// Writes the locations of states, weights and sums, and the streams between them.
     fn write_buckets(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let layout = &self.layout;
-        let bucket = Bytes((layout.bucket_elems() * self.dtype.bytes()) as u64);
+        let bucket = Bytes((layout.bucket_elems() * self.recipe.numerics.dtype.bytes()) as u64);
         let (count, offloaded) = (layout.count(), layout.offloaded());
         match offloaded {
             0 if !layout.buckets_in(Tier::Unified).is_empty() => self.write_paged(f, bucket)?,
@@ -109,7 +110,7 @@ impl Plan {
             )?;
         }
         if let Some(RingShape { ringed_elems, period_elems }) = self.weight_ring {
-            let [streamed, ring] = [ringed_elems, period_elems].map(|elems| Bytes((elems * self.dtype.bytes()) as u64));
+            let [streamed, ring] = [ringed_elems, period_elems].map(|elems| Bytes((elems * self.recipe.numerics.dtype.bytes()) as u64));
             let from = match self.processes {
                 _ if self.streams_from_host() => "host memory",
                 1 => "the slices of all GPUs",
@@ -131,7 +132,7 @@ impl Plan {
         if self.caps_scores && self.machine.kind == DeviceKind::Gpu {
             writeln!(f, "  attention   plain, which is slow; cuDNN's attention lacks the soft caps of this model")?;
         }
-        if self.fp8 {
+        if self.recipe.numerics.fp8 {
             let assumed = self.machine.rates.unknown_fp8().filter(|_| self.machine.kind == DeviceKind::Gpu);
             let assumed = assumed.map_or(String::new(), |assumed| format!("; {assumed}"));
             writeln!(f, "  products    of layers in FP8, E4M3 and for gradients E5M2{assumed}")?;
@@ -144,8 +145,12 @@ impl Plan {
 
     fn write_optimizer(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let isa = if self.elsewhere && self.isa != Isa::Scalar { "vector code".into() } else { self.isa.to_string() };
-        let moments = if self.moments == Moments::Float32 { String::new() } else { format!(", moments in {}", self.moments) };
-        writeln!(f, "  optimizer   AdamW on {} threads, {isa}{moments}; clip above {}", self.threads, self.max_grad_norm)
+        let moments = if self.recipe.numerics.moments == Moments::Float32 {
+            String::new()
+        } else {
+            format!(", moments in {}", self.recipe.numerics.moments)
+        };
+        writeln!(f, "  optimizer   AdamW on {} threads, {isa}{moments}; clip above {}", self.threads, self.recipe.max_grad_norm)
     }
 
     /// The assumption about expert products in the step time, if the profile lacks their rate.

@@ -8,6 +8,7 @@ use crate::config::options::{
 };
 use crate::config::settings::Settings;
 use crate::data::batch;
+use crate::data::rows::Packing;
 use crate::device::footprint::MemoryClass;
 use crate::device::{Attention, DeviceKind, ExpertProducts};
 use crate::dtype::Dtype;
@@ -37,10 +38,12 @@ use crate::planner::peer_traffic::PeerTraffic;
 use crate::planner::predict::Prediction;
 use crate::planner::rules::{Policy, Rules};
 use crate::ranks::progress::CounterSizes;
+use crate::recipe::{Numerics, Recipe, StepShape};
 use crate::trace::spans_per_track;
 use clap::ValueEnum;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 pub(crate) use crate::memory::MemorySpace;
 
@@ -122,6 +125,8 @@ impl Techniques {
 /// The resolved plan of a run.
 #[derive(Clone, Debug)]
 pub struct Plan {
+    /// All choices that decide the bits of results.
+    pub recipe: Recipe,
     /// Named set of techniques.
     pub strategy: Strategy,
     /// Techniques in force.
@@ -130,14 +135,8 @@ pub struct Plan {
     pub rules: Rules,
     /// The next forward waits for all parameters, not per bucket (ZeRO-Offload).
     pub barrier: bool,
-    /// Format of weights, activations and gradients on the device.
-    pub dtype: Dtype,
-    /// Whether the matrix products of layers are computed in FP8.
-    pub fp8: bool,
     /// Format of gradients and parameters on the link; fp32 when the device casts.
     pub link_dtype: Dtype,
-    /// Format of the optimizer's moments.
-    pub moments: Moments,
     /// Instruction set of the optimizer.
     pub isa: Isa,
     /// Number of compute threads, and of optimizer workers.
@@ -156,23 +155,8 @@ pub struct Plan {
     pub grad_slots: usize,
     /// Host slots for working weights. With streamed weights each offloaded bucket has a permanent slot.
     pub param_slots: usize,
-    /// Sequences of a micro-batch.
-    pub batch: usize,
-    /// Tokens of a sequence.
-    pub seq_length: usize,
-    /// Whether rows hold several documents that attention must separate.
-    pub separates_documents: bool,
-    /// Micro-batches of a step.
-    pub grad_accum_steps: usize,
-    /// Gradient shares of a step, each of equally many consecutive micro-batches. Gradients of one share accumulate in `dtype`, the shares
-    /// in fp32.
-    pub partial_sums: usize,
-    /// Consecutive shares that are summed and rounded to `dtype` before the groups are summed; 1 without rounding.
-    pub gradient_group: usize,
     /// Devices that train together. Each computes its shares and owns its slice of every bucket.
     pub ranks: usize,
-    /// Consecutive ranks that share each sequence.
-    pub sequence_ranks: usize,
     /// The smallest and the largest number of query heads of a rank, if they differ.
     pub uneven_heads: Option<[usize; 2]>,
     /// Processes of the run. All have equally many ranks.
@@ -181,9 +165,7 @@ pub struct Plan {
     pub by_nccl: bool,
     /// Bytes that ranks exchange in a step.
     pub peer_traffic: PeerTraffic,
-    /// Tile of the loss, which affects bits. It is smaller than the usual tile if that one does not fit.
-    pub loss_tile: LossTile,
-    /// [`Plan::loss_tile`] with unlimited memory: a function of the model and the micro-batch.
+    /// The tile of the loss with unlimited memory: a function of the model and the micro-batch.
     pub usual_tile: LossTile,
     /// Activations that each layer keeps for its backward pass.
     pub layer_policies: Vec<LayerPolicy>,
@@ -191,24 +173,10 @@ pub struct Plan {
     pub caps_scores: bool,
     /// Number of experts of all layers together.
     pub experts: usize,
-    /// How attention is computed on a GPU.
-    pub attention: Attention,
-    /// How products of experts are computed on a GPU.
-    pub expert_products: ExpertProducts,
     /// A line about the implementation of expert products and its reason; `None` without experts.
     pub expert_products_note: Option<String>,
-    /// Queries and keys of a block of the first layer's attention backward pass; `None` if it runs in one piece.
-    pub attention_block: Option<usize>,
-    /// Tokens of a tile of the MLP; `None` if it runs in one piece.
-    pub mlp_tile: Option<usize>,
     /// Directories that are searched first for NVIDIA's libraries.
     pub cuda_libraries: Vec<PathBuf>,
-    /// Hyperparameters of Adam. The learning rate follows the schedule.
-    pub hyper: AdamHyper,
-    /// Norm above which gradients are clipped; 0 never clips.
-    pub max_grad_norm: f64,
-    /// Coefficient of the load-balancing loss of experts; 0 disables it.
-    pub router_aux_loss_coef: f64,
     /// Faults to inject.
     pub inject: Vec<Injection>,
     /// Ranks with an injected fault.
@@ -252,14 +220,12 @@ impl Plan {
         check_streams(settings, choice.rings)?;
         check_early(settings.early_rows, &choice.layout)?;
         Ok(Self {
+            recipe: recipe(settings, shape, &workload, choice.tile),
             strategy: settings.strategy,
             techniques,
             rules: workload.rules,
             barrier: settings.strategy == Strategy::ZeroOffload,
-            dtype: workload.dtype,
-            fp8: workload.fp8,
             link_dtype: workload.link_dtype,
-            moments: workload.moments,
             isa: workload.isa,
             threads: workload.workers,
             grad_ring: choice.rings.grads,
@@ -269,31 +235,16 @@ impl Plan {
             grad_slots: workload.grad_slots(&choice.layout),
             param_slots: workload.param_slots(&choice.layout, choice.rings),
             layout: choice.layout,
-            batch: workload.batch,
-            seq_length: workload.seq_length,
-            separates_documents: workload.separates_documents,
-            grad_accum_steps: workload.grad_accum_steps,
-            partial_sums: workload.partial_sums,
-            gradient_group: workload.gradient_group,
             ranks: workload.ranks,
-            sequence_ranks: workload.sequence_ranks,
             uneven_heads: heads::uneven(&shape.layers, workload.sequence_ranks),
             processes: workload.processes,
             by_nccl: workload.by_nccl,
             peer_traffic: PeerTraffic::of(&workload, &table, choice.rings),
-            loss_tile: choice.tile,
             usual_tile: choice.usual_tile,
             layer_policies: choice.policies,
             caps_scores: workload.shape.caps_scores(),
             experts: workload.shape.experts(),
-            attention: workload.attention,
-            expert_products: workload.expert_engine.by,
-            attention_block: workload.attention.block(&workload.attention_shapes()[0]),
-            mlp_tile: workload.mlp_tile(),
             cuda_libraries: settings.cuda_libraries.iter().cloned().collect(),
-            hyper: hyper(settings),
-            max_grad_norm: settings.max_grad_norm,
-            router_aux_loss_coef: settings.router_aux_loss_coef,
             inject: settings.inject.clone(),
             rank_faults: settings.faults.clone(),
             adversary: settings.adversary,
@@ -316,14 +267,11 @@ impl Plan {
     /// # Panics
     /// If the other plan differs in the cut of buckets, in the steps or in the numerics.
     pub(crate) fn with_placement_of(&self, other: Self) -> Self {
-        let ranks = |plan: &Self| (plan.partial_sums, plan.gradient_group, plan.ranks, plan.sequence_ranks);
-        let cut = |plan: &Self| (plan.layout.with_resident(0), plan.grad_accum_steps, ranks(plan), plan.link_dtype);
+        let cut = |plan: &Self| (plan.layout.with_resident(0), plan.ranks, plan.link_dtype, plan.rules);
         assert_eq!(cut(self), cut(&other), "another cut is no other place");
-        let bits = |plan: &Self| {
-            let engines = (plan.attention, plan.expert_products);
-            (plan.loss_tile, plan.attention_block, plan.mlp_tile, plan.rules, plan.moments, plan.fp8, engines)
-        };
-        assert_eq!(bits(self), bits(&other), "another plan, not other places");
+        // The engine receives the norm with each step.
+        let recipe = Recipe { max_grad_norm: self.recipe.max_grad_norm, ..other.recipe };
+        assert_eq!(self.recipe.differences(&recipe), [], "another recipe is no other place");
         Self {
             layout: other.layout,
             grad_ring: other.grad_ring,
@@ -343,42 +291,48 @@ impl Plan {
 
     /// Tokens of an optimizer step.
     pub fn tokens_per_step(&self) -> usize {
-        self.batch * self.seq_length * self.grad_accum_steps
+        self.recipe.step.tokens()
     }
 
     /// Micro-batches of a step in which one rank takes part.
     pub(crate) fn micro_batches_of_rank(&self) -> usize {
-        micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.ranks)
+        self.recipe.step.micro_batches_each(self.ranks)
     }
 
     /// Micro-batches of one gradient share, whole or in part.
     pub(crate) fn micro_batches_per_partial_sum(&self) -> usize {
-        micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.partial_sums)
+        self.recipe.step.micro_batches_each(self.recipe.step.shares)
     }
 
     /// This plan with `each` micro-batches in every gradient share, and the same number of shares.
     pub(crate) fn with_micro_batches_per_partial_sum(&self, each: usize) -> Self {
-        Self { grad_accum_steps: self.grad_accum_steps / self.micro_batches_per_partial_sum() * each, ..self.clone() }
+        let micro_batches = self.recipe.step.micro_batches / self.micro_batches_per_partial_sum() * each;
+        let recipe = Recipe { step: StepShape { micro_batches, ..self.recipe.step }, ..self.recipe.clone() };
+        Self { recipe, ..self.clone() }
     }
 
     /// fp32 sums kept per element between two rounds.
     pub(crate) fn kept_sums(&self) -> usize {
-        kept_sums((self.partial_sums, self.gradient_group), self.ranks)
+        kept_sums((self.recipe.step.shares, self.recipe.step.group), self.ranks)
     }
 
     /// Whether the ranks of a process compute a whole group in each round. The process then sends only the group's sum.
     pub(crate) fn sums_within(&self) -> bool {
-        sums_within(self.gradient_group, (self.ranks, self.processes))
+        sums_within(self.recipe.step.group, (self.ranks, self.processes))
     }
 
     /// Words of a rank's part of a micro-batch.
     pub(crate) fn batch_words(&self) -> usize {
-        batch::part_words((self.batch, self.seq_length), self.sequence_ranks, self.separates_documents)
+        batch::part_words(
+            (self.recipe.step.micro_batch, self.recipe.step.seq_length),
+            self.recipe.step.sequence_ranks,
+            self.recipe.separates_documents(),
+        )
     }
 
     /// Index of `rank` among the ranks that share its sequences.
     pub(crate) fn sequence_rank(&self, rank: usize) -> SequenceRank {
-        SequenceRank { rank: rank % self.sequence_ranks, ranks: self.sequence_ranks }
+        SequenceRank { rank: rank % self.recipe.step.sequence_ranks, ranks: self.recipe.step.sequence_ranks }
     }
 
     /// `settings` with the micro-batches of this plan, if `settings` leave them to the plan.
@@ -387,28 +341,28 @@ impl Plan {
             return settings.clone();
         }
         let gradient_accumulation_steps = Some(self.micro_batches_of_rank());
-        Settings { per_device_train_batch_size: self.batch, gradient_accumulation_steps, ..settings.clone() }
+        Settings { per_device_train_batch_size: self.recipe.step.micro_batch, gradient_accumulation_steps, ..settings.clone() }
     }
 
     /// `settings` with everything fixed that a change of placement must not change: the cut of steps and buckets, the side that casts, and
     /// threads.
     pub(crate) fn fixed(&self, settings: &Settings) -> Settings {
-        let bucket_bytes = self.layout.bucket_elems() * self.dtype.bytes();
+        let bucket_bytes = self.layout.bucket_elems() * self.recipe.numerics.dtype.bytes();
         Settings {
             bucket_mib: Some(bucket_bytes as f64 / f64::from(1 << 20)),
             threads: Some(self.threads),
             cast: if self.device_casts() { CastSide::Device } else { CastSide::Host },
             without: self.techniques.off(),
-            loss_tile: Some(self.loss_tile),
-            expert_products: self.expert_products.into(),
+            loss_tile: Some(self.recipe.numerics.loss_tile),
+            expert_products: self.recipe.numerics.experts.into(),
             ..self.settle(settings)
         }
     }
 
     /// Dimensions of the progress counters of its ranks.
     pub fn board_sizes(&self) -> CounterSizes {
-        let batch_words = self.grad_accum_steps * self.sequence_ranks * self.batch_words();
-        let sizes = counter_sizes(&self.layout, self.ranks, (self.partial_sums, batch_words, self.experts));
+        let batch_words = self.recipe.step.micro_batches * self.recipe.step.sequence_ranks * self.batch_words();
+        let sizes = counter_sizes(&self.layout, self.ranks, (self.recipe.step.shares, batch_words, self.experts));
         CounterSizes { on_gpus: self.machine.kind == DeviceKind::Gpu, ..sizes }
     }
 
@@ -424,8 +378,9 @@ impl Plan {
 
     /// A micro-batch of a model with this `shape`.
     pub fn micro_batch<'a>(&'a self, shape: &'a ModelShape) -> MicroBatch<'a> {
-        let Self { batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, loss_tile: tile, mlp_tile, .. } = *self;
-        let policies = &self.layer_policies;
+        let StepShape { micro_batch: batch, seq_length, sequence_ranks, .. } = self.recipe.step;
+        let Numerics { dtype, fp8, loss_tile: tile, mlp_tile, .. } = self.recipe.numerics;
+        let (separates_documents, policies) = (self.recipe.separates_documents(), &self.layer_policies);
         MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, mlp_tile, policies }
     }
 
@@ -446,7 +401,7 @@ impl Plan {
 
     /// See [`device_casts`].
     pub(crate) fn device_casts(&self) -> bool {
-        device_casts(self.dtype, self.link_dtype)
+        device_casts(self.recipe.numerics.dtype, self.link_dtype)
     }
 }
 
@@ -470,7 +425,7 @@ fn workload<'a>(
         shape,
         batch: settings.per_device_train_batch_size,
         seq_length: settings.seq_length,
-        separates_documents: settings.separates_documents(),
+        separates_documents: settings.packing == Packing::Bfd,
         grad_accum_steps: settings.micro_batches(),
         partial_sums: settings.partial_sums(),
         gradient_group: settings.group(),
@@ -697,13 +652,29 @@ fn cast_on_device(settings: &Settings, techniques: Techniques) -> Result<bool> {
     Ok(wanted)
 }
 
-fn hyper(settings: &Settings) -> AdamHyper {
-    AdamHyper {
-        lr: settings.learning_rate,
-        beta1: settings.adam_beta1,
-        beta2: settings.adam_beta2,
-        eps: settings.adam_epsilon,
-        weight_decay: settings.weight_decay,
+/// The recipe of a run of `workload` with this tile of the loss.
+fn recipe(settings: &Settings, shape: &ModelShape, workload: &Workload<'_>, loss_tile: LossTile) -> Recipe {
+    let numerics = Numerics {
+        dtype: workload.dtype,
+        fp8: workload.fp8,
+        moments: workload.moments,
+        attention: workload.attention,
+        experts: workload.expert_engine.by,
+        loss_tile,
+        attention_block: workload.attention.block(&workload.attention_shapes()[0]),
+        mlp_tile: workload.mlp_tile(),
+        device: workload.machine.kind,
+        inverse_rollback: workload.rules.policy == Policy::Inverse,
+    };
+    Recipe {
+        model: Arc::new(shape.clone()),
+        rows: settings.row_order(),
+        step: settings.step_shape(),
+        numerics,
+        optimizer: settings.optimizer(),
+        schedule: settings.schedule(),
+        max_grad_norm: settings.max_grad_norm,
+        router_aux_loss_coef: settings.router_aux_loss_coef,
     }
 }
 

@@ -69,9 +69,9 @@ impl Plan {
                 "resident-buckets" => format!(" {}", plan.layout.buckets_in(Tier::Device).len()),
                 "activations" if changed.activations == ActivationsChoice::Auto => " auto".into(),
                 "activations" => " recompute-block".into(),
-                "per-device-train-batch-size" => format!(" {}", plan.batch),
-                "gradient-shares" | "moments bfloat16 --gradient-shares" => format!(" {}", plan.partial_sums),
-                "seq-length" => format!(" {}", plan.seq_length),
+                "per-device-train-batch-size" => format!(" {}", plan.recipe.step.micro_batch),
+                "gradient-shares" | "moments bfloat16 --gradient-shares" => format!(" {}", plan.recipe.step.shares),
+                "seq-length" => format!(" {}", plan.recipe.step.seq_length),
                 _ => String::new(),
             };
             Some(format!("--{flag}{value} would fit"))
@@ -87,15 +87,15 @@ impl Plan {
         };
         let halves = |from: usize, least: usize| std::iter::successors(Some(from / 2), |n| Some(n / 2)).take_while(move |&n| n >= least);
         let smaller = |batch: usize| {
-            let steps = self.micro_batches_of_rank() * self.batch / batch;
+            let steps = self.micro_batches_of_rank() * self.recipe.step.micro_batch / batch;
             with(&|s| {
                 s.per_device_train_batch_size = batch;
                 // Keeps the requested tokens per step.
                 s.gradient_accumulation_steps = s.tokens_per_step.map_or(s.gradient_accumulation_steps, |_| Some(steps));
             })
         };
-        let batches = halves(self.batch, 1).map(|batch| ("per-device-train-batch-size", smaller(batch)));
-        let lengths = halves(self.seq_length, SEQ_LENGTH_MIN).map(|n| ("seq-length", with(&|s| s.seq_length = n)));
+        let batches = halves(self.recipe.step.micro_batch, 1).map(|batch| ("per-device-train-batch-size", smaller(batch)));
+        let lengths = halves(self.recipe.step.seq_length, SEQ_LENGTH_MIN).map(|n| ("seq-length", with(&|s| s.seq_length = n)));
         let mut remedies = vec![
             ("resident-buckets", with(&|s| s.resident_buckets = ResidentBuckets::Auto)),
             ("activations", with(&|s| s.activations = ActivationsChoice::Auto)),
@@ -108,8 +108,8 @@ impl Plan {
         ];
         remedies.extend(batches);
         // fp32 sums may be stored on the host. Gradients of a single share accumulate in place.
-        let is_alone = self.ranks == 1 && self.grad_accum_steps > 1 && self.partial_sums == 1;
-        let shares = settings.gradient_shares.or(is_alone.then_some(self.grad_accum_steps));
+        let is_alone = self.ranks == 1 && self.recipe.step.micro_batches > 1 && self.recipe.step.shares == 1;
+        let shares = settings.gradient_shares.or(is_alone.then_some(self.recipe.step.micro_batches));
         remedies.push(("gradient-shares", with(&|s| s.gradient_shares = shares)));
         if settings.rollback == Rollback::Deferred {
             remedies.push(("moments bfloat16", with(&|s| s.moments = Moments::Bfloat16)));

@@ -279,7 +279,7 @@ fn a_4b_model_stays_on_the_device_and_the_plan_shows_it() {
     let plan = fitting(&qwen3_4b(), &settings());
     assert_eq!((plan.layout.offloaded() == 0, kept(&plan)), (REPARTITION, 36), "{plan}");
     assert_eq!(plan.to_string().contains("fits without offload: every optimizer state stays on the device"), REPARTITION, "{plan}");
-    assert_eq!((plan.loss_tile.rows, plan.loss_tile.vocab), (2048, 151_936), "{plan}");
+    assert_eq!((plan.recipe.numerics.loss_tile.rows, plan.recipe.numerics.loss_tile.vocab), (2048, 151_936), "{plan}");
     assert!(plan.to_string().contains("36 layers: 36 keep"), "{plan}");
     let offloaded = fitting(&qwen3_4b(), &Settings { resident_buckets: ResidentBuckets::Count(0), ..settings() });
     assert_eq!(offloaded.layout.offloaded(), offloaded.layout.count());
@@ -415,8 +415,12 @@ fn a_long_sequence_goes_back_in_blocks_and_fits() {
         plan(&llama_8b(), &Settings { seq_length: 131_072, nondeterministic, per_device_train_batch_size: 1, ..settings() })
     };
     let (blocks, whole) = (long(false), long(true));
-    assert_eq!((blocks.attention_block, whole.attention_block), (Some(16_384), None));
-    assert!([&blocks, &whole].iter().all(|plan| plan.mlp_tile == Some(32_768) && plan.to_string().contains("tiles of 32768 tokens")));
+    assert_eq!((blocks.recipe.numerics.attention_block, whole.recipe.numerics.attention_block), (Some(16_384), None));
+    assert!(
+        [&blocks, &whole]
+            .iter()
+            .all(|plan| plan.recipe.numerics.mlp_tile == Some(32_768) && plan.to_string().contains("tiles of 32768 tokens"))
+    );
     assert!(on_device(&blocks, "attention workspace") < 4.6, "{blocks}");
     assert!(blocks.layer_policies.contains(&LayerPolicy::HostAttention), "{blocks}");
     assert!(
@@ -433,7 +437,7 @@ fn a_long_sequence_goes_back_in_blocks_and_fits() {
     let is_away = |plan: &Plan| plan.layer_policies.contains(&LayerPolicy::HostAttention);
     assert!(is_away(&alone) && is_away(&shared), "{alone}\n{shared}");
     let short = plan(&llama_8b(), &Settings { hbm_limit: Some(Bytes(60 * GIB)), ..settings() });
-    assert!(short.attention_block.is_none() && !short.layer_policies.contains(&LayerPolicy::HostAttention), "{short}");
+    assert!(short.recipe.numerics.attention_block.is_none() && !short.layer_policies.contains(&LayerPolicy::HostAttention), "{short}");
 }
 
 #[test]
@@ -441,7 +445,7 @@ fn a_gpu_that_shares_the_hosts_memory_is_a_gpu() {
     let machine = Machine::of(&Profile::load("mi300a").unwrap());
     assert_eq!((machine.kind, machine.device), (DeviceKind::Gpu, DeviceMemory::Shared));
     let plan = Plan::new(&settings(), &qwen3_4b(), &machine, false).unwrap();
-    assert!(matches!(plan.attention, Attention::Cudnn { .. }) && plan.predicted.is_some(), "{plan}");
+    assert!(matches!(plan.recipe.numerics.attention, Attention::Cudnn { .. }) && plan.predicted.is_some(), "{plan}");
     assert!(plan.threads < machine.cpus && on_device(&plan, "context, libraries") > 0.0, "{plan}");
     // Offloading to the same memory saves nothing.
     assert_eq!(plan.layout.offloaded() == 0, REPARTITION, "{plan}");
@@ -724,7 +728,7 @@ fn cudnn_keeps_documents_of_a_row_apart_in_memory_that_is_planned() {
     };
     let bytes = |plan: &Plan, name| plan.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
     let [whole, packed] = [Packing::Auto, Packing::Bfd].map(plan);
-    assert_eq!([whole.attention, packed.attention], [Attention::Cudnn { deterministic: true }; 2]);
+    assert_eq!([whole.recipe.numerics.attention, packed.recipe.numerics.attention], [Attention::Cudnn { deterministic: true }; 2]);
     // For 4096 tokens at a time: queries, keys and values of 6144 channels and outputs of 4096 channels, with gradients, in 2 bytes; the
     // log-sum-exp of 32 heads; and a table of 16384 tokens.
     assert_eq!(bytes(&packed, "packed documents"), 4096 * (2 * (6144 + 4096) * 2 + 32 * 4) + 16384 * 2 * 4);
@@ -763,12 +767,15 @@ fn the_tile_of_the_loss_is_the_same_on_any_machine_that_holds_it() {
             Plan::new(&Settings { per_device_train_batch_size: batch, gpus, ..settings() }, &shape, &machine, false).unwrap()
         };
         let plans: Vec<_> = MACHINES.map(plan).into_iter().filter(|plan| plan.shortage().is_none()).collect();
-        assert!(plans.len() >= 4 && plans.iter().all(|other| other.loss_tile == plans[0].loss_tile), "{plans:?}");
+        assert!(
+            plans.len() >= 4 && plans.iter().all(|other| other.recipe.numerics.loss_tile == plans[0].recipe.numerics.loss_tile),
+            "{plans:?}"
+        );
         assert!(plans.iter().all(|plan| !plan.to_string().contains("\n  bits ")), "{plans:?}");
     }
     // A machine on which no other choice fits.
     let plan = Plan::new(&Settings { hbm_limit: Some(Bytes(4 * GIB)), ..settings() }, &qwen3_14b(), &h200(), false).unwrap();
-    assert_eq!((plan.loss_tile.rows, plan.usual_tile.rows), (1024, 2048), "{plan}");
+    assert_eq!((plan.recipe.numerics.loss_tile.rows, plan.usual_tile.rows), (1024, 2048), "{plan}");
     assert!(plan.to_string().contains("\n  bits        differ from runs with loss tiles of 2048 rows"), "{plan}");
 }
 
@@ -788,8 +795,8 @@ proptest! {
         };
         let (small, large) = (plan_with(hbm), plan_with(hbm + more));
         let tokens = batch * tokens * 512;
-        prop_assert!(small.loss_tile.rows <= tokens && (small.loss_tile.rows >= tokens.min(512)), "{}", small);
-        let is_smaller = small.loss_tile != large.loss_tile;
+        prop_assert!(small.recipe.numerics.loss_tile.rows <= tokens && (small.recipe.numerics.loss_tile.rows >= tokens.min(512)), "{}", small);
+        let is_smaller = small.recipe.numerics.loss_tile != large.recipe.numerics.loss_tile;
         prop_assert!(!is_smaller || small.to_string().contains("bits        differ from runs with loss tiles of"), "{}", small);
         if small.shortage().is_none() {
             prop_assert!(small.bytes_at(MemorySpace::Device) <= hbm * GIB && small.bytes_at(MemorySpace::Host) <= host * GIB);

@@ -318,7 +318,7 @@ fn bucket_mib(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     if requested.bucket_mib.is_some() || matches!(requested.resident_buckets, ResidentBuckets::Count(1..)) {
         return Vec::new();
     }
-    let bucket_bytes = from.plan.layout.bucket_elems() * from.plan.dtype.bytes();
+    let bucket_bytes = from.plan.layout.bucket_elems() * from.plan.recipe.numerics.dtype.bytes();
     // Rings and exchange buffers grow with buckets and may need the memory of one.
     let resized = |mib: usize| match from.settings.resident_buckets {
         ResidentBuckets::Count(count) => {

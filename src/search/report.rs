@@ -78,7 +78,7 @@ impl Step {
         let outcome = &candidate.outcome;
         Self {
             flags: candidate.flags.clone(),
-            streamed_bytes: candidate.plan.weight_ring.map_or(0, |ring| ring.ringed_elems * candidate.plan.dtype.bytes()),
+            streamed_bytes: candidate.plan.weight_ring.map_or(0, |ring| ring.ringed_elems * candidate.plan.recipe.numerics.dtype.bytes()),
             step_ms: outcome.step_ms.median,
             mean_step_ms: candidate.mean_s() * 1e3,
             tokens_per_second: outcome.tokens_per_second,

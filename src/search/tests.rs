@@ -123,7 +123,7 @@ fn qwen2_5_14b_is_cut_into_small_micro_batches() {
         let scope = Scope { settings: &[super::placement], steps, ..Scope::ALL };
         let ranking = SearchQuery { settings: &settings, shape: &shape, machine: &machine, scope }.rank().unwrap();
         let best = &ranking.candidates[0];
-        (best.plan.batch, 131_072.0 / best.mean_s())
+        (best.plan.recipe.step.micro_batch, 131_072.0 / best.mean_s())
     };
     let [chosen, one, four] = [0, 1, 4].map(tokens_per_s);
     assert!(chosen.0 < 4 && chosen.1 >= one.1.max(four.1) && one.1 > 1.03 * four.1, "{chosen:?}, {one:?}, {four:?}");
@@ -136,10 +136,10 @@ fn on_cpus_micro_batches_are_as_large_as_fits() {
     let with = |host_bytes| Machine { host_bytes, ..Machine::cpu(4) };
     let plan = |host_bytes| super::best_plan(&settings, &shape, &with(host_bytes), false);
     let whole = plan(1 << 40).unwrap();
-    assert_eq!((whole.batch, whole.grad_accum_steps), (64, 1));
+    assert_eq!((whole.recipe.step.micro_batch, whole.recipe.step.micro_batches), (64, 1));
     let needed = whole.balances()[1].needed;
     let halves = plan(needed - (1 << 20)).unwrap();
-    assert_eq!((halves.batch, halves.grad_accum_steps), (32, 2));
+    assert_eq!((halves.recipe.step.micro_batch, halves.recipe.step.micro_batches), (32, 2));
     let refused = plan(1 << 30).unwrap_err().to_string();
     assert!(refused.contains("GiB") && !refused.contains("per-device-train-batch-size"), "{refused}");
 }
@@ -482,7 +482,7 @@ fn longer(line: &Value, shape: &ModelShape, plan: &Plan) -> f64 {
 fn host_gain(line: &Value, rates: &Rates, plan: &Plan) -> f64 {
     line["adam"]["busy_gb_per_s"]
         .as_f64()
-        .map_or(1.0, |gb_per_s| gb_per_s * 1e9 / rates.adam_bytes_per_s(plan.threads, plan.isa, plan.moments))
+        .map_or(1.0, |gb_per_s| gb_per_s * 1e9 / rates.adam_bytes_per_s(plan.threads, plan.isa, plan.recipe.numerics.moments))
 }
 
 /// Relative excess of the `planned` bytes over the used bytes.

@@ -63,7 +63,7 @@ pub(crate) fn simulate(
 fn run(plan: Plan, shape: &ModelShape, name: &str, steps: Steps, trace_spans: usize) -> Result<(Timed, Vec<Recorder>)> {
     let plan = Plan { host_memory: MemoryPolicy::unbacked(), trace_spans, ..plan };
     let on = (plan.machine.kind, plan.machine.device);
-    let (dev, pool) = SimDevice::new(name, &plan.machine.rates, on, (plan.threads, plan.isa, plan.moments), trace_spans);
+    let (dev, pool) = SimDevice::new(name, &plan.machine.rates, on, (plan.threads, plan.isa, plan.recipe.numerics.moments), trace_spans);
     let (shape, pool, dev) = (shape.clone(), Pool::Simulated(pool), dev.among(plan.ranks / plan.processes));
     if plan.ranks == 1 {
         time(Engine::new(plan, shape, dev, pool, Arc::new(Doorbell::default()))?, steps)

@@ -35,7 +35,7 @@ impl Steps {
 
     fn step<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens, step: u64) -> Result<StepReport> {
         engine.set_max_grad_norm(self.clip.max_grad_norm(step));
-        let learning_rate = engine.plan().hyper.lr;
+        let learning_rate = engine.plan().recipe.optimizer.lr;
         engine.step(learning_rate, tokens)
     }
 

@@ -19,9 +19,9 @@ pub(super) fn describe_plan(plan: &Plan, extent: &RunExtent) -> String {
         0 => "every optimizer state on the device".into(),
         _ => format!("optimizer states of {offloaded} of {count} buckets offloaded"),
     };
-    let streamed = plan
-        .weight_ring
-        .map_or(String::new(), |ring| format!(", {} of weights streamed", Bytes((ring.ringed_elems * plan.dtype.bytes()) as u64)));
+    let streamed = plan.weight_ring.map_or(String::new(), |ring| {
+        format!(", {} of weights streamed", Bytes((ring.ringed_elems * plan.recipe.numerics.dtype.bytes()) as u64))
+    });
     let limit = plan.predicted.map_or(String::new(), |predicted| format!(", limited by {}", predicted.bottleneck()));
     let profile = &plan.machine.rates.profile;
     let time = |time| format!("predicted: {time}{limit}, at the rates of {profile}");

@@ -172,7 +172,7 @@ impl UseEngine for Writing<'_> {
             WeightSource::Seed(seed) => engine.init_state(seed, engine.plan().threads)?,
             WeightSource::Checkpoint(mut loaded) => {
                 let (step, optimizer_step) = (loaded.manifest().trainer.step, loaded.manifest().trainer.optimizer_step);
-                let loss_scale = LossScale::new(engine.plan().dtype);
+                let loss_scale = LossScale::new(engine.plan().recipe.numerics.dtype);
                 engine.resume(step, optimizer_step, loss_scale, SpeculationHistory::default())?;
                 engine_state::restore(&mut engine, &mut loaded, PIECE_ELEMS)?;
             }

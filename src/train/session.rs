@@ -145,7 +145,7 @@ impl<D: Kernels> Session<D> {
     ) -> Result<Self> {
         let CheckpointContents { settings, model_files, run, plan, prompts, about } = contents;
         let step = engine.train_step();
-        let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.batch * plan.grad_accum_steps);
+        let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.recipe.step.micro_batch * plan.recipe.step.micro_batches);
         let facts = FactsLine::new(about, step, &settings, engine.plan(), engine.shape(), (step_work.tokens, step_work.flops));
         let (metrics, message) = MetricsFile::open(run_dir.dir(), step, &facts)?;
         message.iter().for_each(|line| observer.warn(line));

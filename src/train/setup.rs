@@ -11,7 +11,7 @@ use super::session::{CheckpointContents, Session};
 use super::{identity, model_files, overview, packing, previous_run, resume, resume_numerics, text};
 use crate::checkpoint::parts::part_bytes;
 use crate::checkpoint::{Loaded, checkpoint_bytes};
-use crate::config::options::{InitChoice, RunPart, TrainLength};
+use crate::config::options::InitChoice;
 use crate::config::settings::Settings;
 use crate::data;
 use crate::data::cache::remove_others;
@@ -38,9 +38,10 @@ use crate::model::tensors::TensorTable;
 use crate::model::weights::{self, ModelWeights};
 use crate::model_dir::{CONFIG, ModelDir};
 use crate::optim::StatePart;
-use crate::optim::schedule::LrSchedule;
+use crate::optim::schedule::TrainLength;
 use crate::planner::plan::Plan;
 use crate::progress_event::ProgressEvent;
+use crate::recipe::part::RunPart;
 use crate::signals::StopFlag;
 use crate::units::Count;
 use std::mem;
@@ -55,7 +56,7 @@ struct ModelSource {
 impl ModelSource {
     /// The size of a checkpoint.
     fn checkpoint_bytes(&self, plan: &Plan) -> u64 {
-        checkpoint_bytes(TensorTable::new(&self.shape).params(), plan.moments, &self.files)
+        checkpoint_bytes(TensorTable::new(&self.shape).params(), plan.recipe.numerics.moments, &self.files)
     }
 }
 
@@ -135,17 +136,20 @@ pub(super) fn prepare<'a>(
     text::warning(&settings, &tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
     let prompts = Prompts::of(&settings, &tokenizer)?;
     let mut run = identify(&settings, &source.shape, &tokenizer, &known, run_dir.map(RunDir::path), stop, observer)?;
-    resume_numerics::record(&plan, &mut run);
+    plan.recipe.record(&mut run);
     identity::record_directory(&mut run);
     settings.model.as_deref().and_then(Snapshot::at).iter().for_each(|snapshot| identity::record_model(&mut run, snapshot));
-    let resumed = resumed.map(|loaded| resume::accept(loaded, &settings, dataset.sequences(), run.clone(), observer)).transpose()?;
+    let resumed =
+        resumed.map(|loaded| resume::accept(loaded, &settings, (&plan.recipe, dataset.sequences()), run.clone(), observer)).transpose()?;
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
     let max_steps = max_steps(&settings, &dataset);
     if let Some(run_dir) = run_dir.filter(|_| resumed.as_ref().is_none_or(|accepted| accepted.step() < max_steps)) {
         run_dir.expect_room(source.checkpoint_bytes(&plan))?;
         check_file_size(format_args!("write a checkpoint into {}", run_dir.path().display()), part_bytes(&plan, 0))?;
     }
-    passes_a_step(plan.batch * plan.grad_accum_steps, dataset.sequences()).iter().for_each(|line| observer.detail(line));
+    passes_a_step(plan.recipe.step.micro_batch * plan.recipe.step.micro_batches, dataset.sequences())
+        .iter()
+        .for_each(|line| observer.detail(line));
     let share = 100.0 - 100.0 * dataset.untrained() as f64 / dataset.tokens() as f64;
     let is_told = dataset.untrained() > 0 || tokenizer.reads_answers();
     let share = if is_told { format!(" ({share:.1} % trained)") } else { String::new() };
@@ -277,19 +281,14 @@ impl PreparedRun<'_> {
         remove_others(run_dir.dir(), &known);
         known.save(run_dir.path(), &tokenizer)?;
         let evaluation = eval_dataset.map(|eval| Evaluation::new(&settings, eval, position, dataset.sequences()));
-        let loader = Loader::new(dataset, plan.batch, settings.seed, !settings.no_shuffle, position)?;
+        let loader = Loader::new(dataset, plan.recipe.step.micro_batch, settings.seed, !settings.no_shuffle, position)?;
         let rates = launch.chosen.rates_from.as_ref().map(|rates| format!("rates   {rates}"));
         let pages = engine.host_memory().report(Path::new("/"));
         observer.detail(&plan.to_string());
         rates.into_iter().chain([format!("pages   {pages}"), format!("resctrl {partition}")]).for_each(|line| observer.detail(&line));
         source.shape.ignored_dropout.iter().for_each(|key| observer.warn(&format!("dropout is not applied: config.json sets {key}")));
         observer.begin(&plan, &facts);
-        let schedule = LrSchedule {
-            scheduler: settings.lr_scheduler_type,
-            peak_lr: settings.learning_rate,
-            warmup_steps: settings.warmup(max_steps),
-            max_steps,
-        };
+        let schedule = plan.recipe.lr_schedule(max_steps);
         let about = RunDescription {
             machine: MachineFacts::new(&launch.topology),
             device,
@@ -434,7 +433,7 @@ fn model_place(settings: &Settings) -> String {
 
 /// Place, architecture and size of the model, and the format that it computes in.
 fn describe_model(settings: &Settings, plan: &Plan, shape: &ModelShape) -> String {
-    let (from, params, dtype) = (printable(model_place(settings)), Count(plan.params), plan.dtype);
+    let (from, params, dtype) = (printable(model_place(settings)), Count(plan.params), plan.recipe.numerics.dtype);
     let (ModelShape { channels, vocab, layers, .. }, Attn { heads, kv_heads, .. }) = (shape, shape.layers[0].attn);
     let (architecture, layers) = (shape.family.architecture(), layers.len());
     format!(

@@ -23,7 +23,8 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     expect(harness.has_flag("--processes"), || "this program has no --processes".into())?;
     let shim = Shim::new(harness)?;
     // A slow process pauses in each micro-batch of an evaluation, so the data of evaluations has few.
-    let eval_data = format!("--eval-data={}", harness.write("eval.txt", "the quick brown fox jumps over the lazy dog. ".repeat(4)).display());
+    let eval_data =
+        format!("--eval-data={}", harness.write("eval.txt", "the quick brown fox jumps over the lazy dog. ".repeat(4)).display());
     let flags = ["--stall-limit=1", "--save-steps=6", "--eval-steps=6"].map(str::to_string);
     let flags: Vec<String> = flags.into_iter().chain([eval_data]).collect();
     let whole = alone(harness, "run.toml", &flags.iter().map(String::as_str).collect::<Vec<_>>())?;

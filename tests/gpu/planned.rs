@@ -82,9 +82,12 @@ pub fn check<D: Kernels>(engine: &Engine<D>, on: DeviceKind) -> Result<(), Strin
     for (name, bytes) in engine.host_memory().allocations() {
         *taken.entry(class_of(name, &ON_HOST)?).or_default() += bytes;
     }
-    let attention = shape.attention(plan.batch, plan.seq_length, 0);
-    let own: Vec<_> =
-        if on == plan.machine.kind { vec![] } else { plan.machine.kind.own_memory(plan.attention, &[attention], plan.separates_documents) };
+    let attention = shape.attention(plan.recipe.step.micro_batch, plan.recipe.step.seq_length, 0);
+    let own: Vec<_> = if on == plan.machine.kind {
+        vec![]
+    } else {
+        plan.machine.kind.own_memory(plan.recipe.numerics.attention, &[attention], plan.recipe.separates_documents())
+    };
     for class in &plan.memory {
         if NOT_TAKEN.contains(&class.name) || own.iter().any(|own| own.name == class.name) {
             continue;

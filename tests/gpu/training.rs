@@ -157,7 +157,7 @@ pub struct Course<'a> {
 /// Trains on the built-in text.
 pub fn run_engine<D: Kernels>(mut engine: Engine<D>, settings: &Settings, course: Course<'_>) -> Result<Run> {
     let Course { steps, before_data, moves } = course;
-    let (batch, vocab, prepared) = (engine.plan().batch, engine.shape().vocab, engine.product_algorithms().len());
+    let (batch, vocab, prepared) = (engine.plan().recipe.step.micro_batch, engine.shape().vocab, engine.product_algorithms().len());
     let specs = engine.table().specs().to_vec();
     for spec in &specs {
         let mut params = vec![0.0; spec.elems()];
@@ -179,7 +179,7 @@ pub fn run_engine<D: Kernels>(mut engine: Engine<D>, settings: &Settings, course
         reports.push(report);
     }
     engine.flush()?;
-    let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().moments);
+    let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().recipe.numerics.moments);
     for spec in &specs {
         for part in StatePart::ALL {
             let mut elems = vec![0.0; spec.elems()];

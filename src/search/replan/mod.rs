@@ -126,8 +126,9 @@ impl ReplanRequest {
 
 /// Seconds of a move between two plans. Ranks move their parts at the same time, and each rank sends all weights.
 fn move_s(from: &Plan, to: &Plan) -> f64 {
-    let states = from.layout.offloaded_elems().abs_diff(to.layout.offloaded_elems()) as f64 * from.moments.state_bytes() as f64;
-    let weights = (to.layout.flat_elems() * to.dtype.bytes()) as f64;
+    let states =
+        from.layout.offloaded_elems().abs_diff(to.layout.offloaded_elems()) as f64 * from.recipe.numerics.moments.state_bytes() as f64;
+    let weights = (to.layout.flat_elems() * to.recipe.numerics.dtype.bytes()) as f64;
     let slots = to
         .memory
         .iter()

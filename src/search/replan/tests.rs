@@ -80,7 +80,7 @@ impl SimulatedRun {
     fn device(&self, plan: &Plan, rates: &Rates) -> (Plan, SimDevice, Pool<StepJob>) {
         let plan = Plan { host_memory: MemoryPolicy::unbacked(), ..plan.clone() };
         let on = (plan.machine.kind, plan.machine.device);
-        let (dev, pool) = SimDevice::new("replay", rates, on, (plan.threads, plan.isa, plan.moments), 0);
+        let (dev, pool) = SimDevice::new("replay", rates, on, (plan.threads, plan.isa, plan.recipe.numerics.moments), 0);
         (plan, dev, Pool::Simulated(pool))
     }
 
@@ -183,7 +183,7 @@ fn w2_in_80_gib_beside_an_adam_of_4_gparam_a_second_gains_more_than_a_tenth() {
     let bucket_mib = sweep(Some(256.0), None);
     let run = SimulatedRun::on_h200("llama-8b", 80, Settings { per_device_train_batch_size: 4, bucket_mib, ..Settings::default() });
     let plan = run.plan();
-    let alone = run.machine.rates.adam_bytes_per_s(plan.threads, plan.isa, plan.moments) / FUSED_BYTES;
+    let alone = run.machine.rates.adam_bytes_per_s(plan.threads, plan.isa, plan.recipe.numerics.moments) / FUSED_BYTES;
     let (before_s, after_s, change) = replanned((&run, &plan), &run.machine.rates.with_faster_host(4e9 / alone), EVERY_TENTH);
     assert!(before_s > 1.1 * after_s, "{before_s:.3} -> {after_s:.3} s: {change}");
     if bucket_mib.is_some() {
