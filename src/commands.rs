@@ -14,12 +14,12 @@ use crate::config::aliases;
 use crate::config::describe::as_word;
 use crate::config::foreign;
 use crate::config::settings::{Settings, TrainOptions};
-use crate::data::preparation::{self, Preparation};
+use crate::data::context::{self, Preparation};
 use crate::data::view::{DataView, ViewRequest};
 use crate::disk::{ResultFile, ResultKind};
 use crate::doctor::{DoctorReport, Probes};
 use crate::dtype::Dtype;
-use crate::engine::watchdog::Alarm;
+use crate::engine::watch::watchdog::Alarm;
 use crate::error::{Error, Result};
 use crate::hardware::limits;
 use crate::hardware::topology::Topology;
@@ -269,7 +269,7 @@ pub fn view_data(settings: &Settings, shown: usize, in_colour: bool, stop: &Stop
     let (shape, tokenizer, settings) = text::reader(settings, None)?;
     let (paths, split) = (&settings.data, settings.eval_split.map(|split| (split, settings.seed)));
     let request = ViewRequest { paths, rules: settings.row_rules(), split, shown, in_colour };
-    let mut preparation = Preparation::new(stop, preparation::cache(), None, emit);
+    let mut preparation = Preparation::new(stop, context::cache(), None, emit);
     let view = DataView::new(&request, &tokenizer, shape.vocab, &mut preparation)?;
     drop(preparation);
     Ok(view.with_notes(notes))

@@ -2,7 +2,7 @@
 
 use crate::bucket::layout::Tier;
 use crate::config::options::Strategy;
-use crate::data::packing::Dataset;
+use crate::data::dataset::Dataset;
 use crate::device::ExpertProducts;
 use crate::hardware::gpu::GpuFacts;
 use crate::hardware::profile::Profile;

@@ -31,13 +31,14 @@ pub mod config {
 }
 
 pub mod data {
-    pub use crate::data::batch::{Batch, Batches};
     pub use crate::data::chat::render_in_this_process;
+    pub use crate::data::context::Preparation;
+    pub use crate::data::dataset::Dataset;
+    pub use crate::data::encode::tokenizer_handle::Tokenizer;
     pub use crate::data::loader::{DataPosition, Loader};
-    pub use crate::data::packing::Dataset;
-    pub use crate::data::preparation::Preparation;
-    pub use crate::data::rows::{Packing, RowRules};
-    pub use crate::data::tokenizer::{AddBos, Tokenizer};
+    pub use crate::data::rows::batch::{Batch, Batches};
+    pub use crate::data::rows::row_table::{Packing, RowRules};
+    pub use crate::data::tokenizer::AddBos;
 }
 
 pub mod device {
@@ -65,14 +66,14 @@ pub mod dtype {
 }
 
 pub mod engine {
-    pub use crate::engine::coordinator::{Counts, GradUpdate, Update, Work};
     pub use crate::engine::evaluate::Evaluated;
     pub use crate::engine::executor::{Engine, StepReport};
-    pub use crate::engine::expert_rows::ExpertLoad;
+    pub use crate::engine::memory::expert_rows::ExpertLoad;
     pub use crate::engine::pool::Pool;
+    pub use crate::engine::protocol::coordinator::{Counts, GradUpdate, Update, Work};
+    pub use crate::engine::protocol::verdict::{SpeculationHistory, Verdict};
     pub use crate::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
-    pub use crate::engine::verdict::{SpeculationHistory, Verdict};
-    pub use crate::engine::watchdog::Watchdog;
+    pub use crate::engine::watch::watchdog::Watchdog;
 }
 
 pub mod error {

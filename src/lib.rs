@@ -46,7 +46,7 @@
 //! # Inside
 //!
 //! `train` resolves `config` into a [`Plan`], which `planner` fits into memory, and runs steps. In a step, the `engine` enqueues the
-//! `model`'s passes on a `device`. Meanwhile `engine::coordinator`, a pure state machine, decides which `bucket` is copied, stepped, redone
+//! `model`'s passes on a `device`. Meanwhile `engine::protocol::coordinator`, a pure state machine, decides which `bucket` is copied, stepped, redone
 //! or restored. The `host`'s pool runs the kernels of `optim`. `checkpoint` saves and restores the state; ARCHITECTURE.md walks through one
 //! step.
 //!
@@ -108,7 +108,7 @@ mod units;
 
 pub use commands::{ExportOptions, digest, export, plan, prepare, report, view_data};
 pub use config::settings::{Settings, TrainOptions};
-pub use engine::watchdog::Alarm;
+pub use engine::watch::watchdog::Alarm;
 pub use error::{Error, Result};
 pub use metrics::StepMetrics;
 pub use planner::plan::Plan;

@@ -1,7 +1,7 @@
 //! Metrics of a run, one JSON object a step, and its memory use.
 
-use crate::engine::coordinator::Counts;
-use crate::engine::expert_rows::ExpertLoad;
+use crate::engine::memory::expert_rows::ExpertLoad;
+use crate::engine::protocol::coordinator::Counts;
 use crate::hardware::parse::meminfo_bytes;
 use crate::memory::MemorySpace;
 use crate::planner::plan::Plan;

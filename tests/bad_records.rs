@@ -1,6 +1,6 @@
 //! Records that cannot be trained on. A run ends with one line that names the file and the record, and leaves no partial files, for text
 //! read into memory and for text prepared in a folder. Errors of whole files (archives, tables, bytes) are tested next to
-//! `src/data/source.rs`.
+//! `src/data/encode/text_files.rs`.
 
 use crate::program::{Outcome, Workspace, run};
 use serde_json::{Value, json};

@@ -9,14 +9,14 @@ use std::process::Command;
 
 /// The files with the mutated code.
 const FILES: [&str; 4] = [
-    "src/engine/peer_exchange.rs",
-    "src/engine/peer_exchange/gradients.rs",
-    "src/engine/peer_exchange/weights.rs",
-    "src/engine/nccl_transport.rs",
+    "src/engine/ranks/peer_exchange.rs",
+    "src/engine/ranks/peer_exchange/gradients.rs",
+    "src/engine/ranks/peer_exchange/weights.rs",
+    "src/engine/ranks/nccl_transport.rs",
 ];
 
 /// The tests that must detect the mutants.
-const TESTS: [&str; 5] = ["test", "--lib", "--", "engine::peer_exchange::", "engine::nccl_transport::"];
+const TESTS: [&str; 5] = ["test", "--lib", "--", "engine::ranks::peer_exchange::", "engine::ranks::nccl_transport::"];
 
 /// A mutant: replaced text and its replacement, in whichever of the files contains it.
 struct Mutant {

@@ -88,10 +88,10 @@ const RULES: [Rule; 7] = [
         words: &["Mutex", "RwLock", "Condvar", "LazyLock", "ReentrantLock"],
         allowed_in: &[
             "tests/alloc.rs",
-            "src/engine/rendezvous.rs",
+            "src/engine/ranks/rendezvous.rs",
             "src/ranks/links.rs",
             "src/hub",
-            "src/data/pipeline.rs",
+            "src/data/encode/pipeline.rs",
             "src/data/sandbox",
             "src/data/tokenizer/byte_level.rs",
         ],
@@ -102,7 +102,7 @@ const RULES: [Rule; 7] = [
         allowed_in: &[
             "src/host/pool.rs",
             "src/sync.rs",
-            "src/data/pipeline.rs",
+            "src/data/encode/pipeline.rs",
             "src/checkpoint/engine_state.rs",
             // Before a step, or beside a search.
             "src/hub/download.rs",

@@ -3,6 +3,9 @@
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
+/// Values by flag.
+pub type Flags = BTreeMap<String, toml::Value>;
+
 /// Configuration of a figure.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
@@ -285,7 +288,7 @@ pub struct Run {
     pub needs: String,
     /// Flags without dashes. A list is swept; any other value applies to every call. An empty string omits the flag. `features` is not a
     /// flag of the program: cargo builds a program with exactly these features for the call.
-    pub flags: BTreeMap<String, toml::Value>,
+    pub flags: Flags,
     /// Path in a line that repeats the value of each flag.
     pub echo: BTreeMap<String, String>,
     /// Output file of the lines, relative to the figure's folder.

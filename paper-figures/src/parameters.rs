@@ -2,8 +2,8 @@
 //!
 //! The count adds 2 h for the final norm. The paper's sizes omit more than these parameters.
 
+use crate::config::Flags;
 use crate::error::{Error, Result};
-use crate::program::Flags;
 use serde_json::{Value, json};
 use std::path::Path;
 

@@ -2,16 +2,12 @@
 //!
 //! Programs run in the folder that contains all figures, so that paths of models are the same for every figure.
 
-use crate::config::Program;
+use crate::config::{Flags, Program};
 use crate::error::{Error, Result};
 use crate::{lines, parameters, timeline, training, weight_flow};
 use serde_json::Value;
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-
-/// Values by flag.
-pub type Flags = BTreeMap<String, toml::Value>;
 
 /// Folders of the programs and of the figures.
 #[derive(Clone, Debug)]

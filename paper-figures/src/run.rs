@@ -1,10 +1,10 @@
 //! Sweeps: one call for each combination of values, and a check that each value reached the program.
 
-use crate::config::Run;
+use crate::config::{Flags, Run};
 use crate::error::{Error, Result};
 use crate::figure::Figure;
 use crate::lines;
-use crate::program::{Flags, Programs};
+use crate::program::Programs;
 use crate::unfinished::Unfinished;
 use serde_json::{Value, json};
 

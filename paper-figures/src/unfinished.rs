@@ -1,10 +1,9 @@
 //! Output of a run's completed calls. Machines may be available only for minutes, while sweeps take longer, so a later run continues from
 //! it.
 
-use crate::config::Program;
+use crate::config::{Flags, Program};
 use crate::error::{Error, Result};
 use crate::lines;
-use crate::program::Flags;
 use serde_json::{Value, json};
 use std::fs;
 use std::io::ErrorKind;

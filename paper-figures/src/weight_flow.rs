@@ -3,7 +3,7 @@
 //! A forward pass computes `2 * batch * seq_length` operations per parameter and transfers 2 bytes per parameter, without overlap:
 //! `efficiency = 1 / (1 + peak / (bandwidth * batch * seq_length))`.
 
-use crate::program::Flags;
+use crate::config::Flags;
 use serde_json::{Value, json};
 
 /// Returns the line for `bandwidth-gbps`, `batch`, `seq-length` and `peak-tflops`.

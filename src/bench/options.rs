@@ -3,7 +3,7 @@
 use crate::config::checks::require;
 use crate::config::describe::flag_name;
 use crate::config::settings::TrainOptions;
-use crate::data::rows::Packing;
+use crate::data::rows::row_table::Packing;
 use crate::error::{Error, Result};
 use crate::simulate::clip::Clip;
 use crate::simulate::random_tokens::LengthRange;

@@ -240,7 +240,7 @@ mod tests {
     use super::*;
     use crate::config::options::{ActivationsChoice, DeviceChoice, GpuCount, TrainDtype};
     use crate::config::settings::TrainOptions;
-    use crate::data::batch::{Batch, Batches, arrays};
+    use crate::data::rows::batch::{Batch, Batches, arrays};
     use crate::model::shape::DEMO_CONFIG;
 
     /// Runs a small benchmark with these flags and returns its JSON line.

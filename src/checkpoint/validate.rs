@@ -1,7 +1,7 @@
 //! Validation of manifests. A matching checksum proves that a manifest is unchanged, not that it is valid.
 
 use super::format::{CHUNK_BYTES, Manifest, STATE, TrainerState, moments_of};
-use crate::engine::loss_scale;
+use crate::engine::protocol::loss_scale;
 use crate::model::weights::{COMPANION_BYTES_MAX, is_model_file_name};
 use crate::optim::moments::Moments;
 use std::collections::HashSet;

@@ -3,7 +3,7 @@
 use crate::config::aliases::{self, Translation};
 use crate::config::deepspeed::over_deepspeed;
 use crate::config::document::{Document, DocumentEntry, DocumentNode, NodeValue, Place};
-use crate::config::foreign::{Program, identifies_a_program};
+use crate::config::program::{Program, identifies_a_program};
 use crate::config::settings::{FILE_ONLY, TrainOptions};
 use crate::disk::named_by;
 use crate::error::Result;

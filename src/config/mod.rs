@@ -13,6 +13,7 @@ pub(crate) mod file;
 pub(crate) mod foreign;
 pub(crate) mod launchers;
 pub(crate) mod options;
+mod program;
 mod recipe;
 pub(crate) mod resolve;
 pub(crate) mod settings;

@@ -1,7 +1,7 @@
 //! The parts of a recipe that follow from settings alone.
 
 use super::settings::Settings;
-use crate::data::rows::RowRules;
+use crate::data::rows::row_table::RowRules;
 use crate::optim::adam::AdamHyper;
 use crate::recipe::{RowOrder, Schedule, StepShape};
 

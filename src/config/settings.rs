@@ -15,8 +15,8 @@ use super::options::{
 };
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::DataFormat;
-use crate::data::hold_out::EvalSplit;
-use crate::data::rows::{Overlong, Packing};
+use crate::data::rows::hold_out::EvalSplit;
+use crate::data::rows::row_table::{Overlong, Packing};
 use crate::data::tokenizer::AddBos;
 use crate::hardware::selected_profile;
 use crate::host::memory_policy::HugePagesChoice;
@@ -200,7 +200,7 @@ macro_rules! settings {
                     pub $file: $file_kind,
                 )*)?
             )*
-            /// Host memory that the data takes while steps run, once its files are known: see [`crate::data::source::host_bytes`].
+            /// Host memory that the data takes while steps run, once its files are known: see [`crate::data::encode::text_files::host_bytes`].
             #[serde(skip)]
             pub data_bytes: u64,
             /// The tokens of a step are given, and the size of a micro-batch is open.

@@ -125,7 +125,7 @@ pub(crate) fn hex(bytes: impl AsRef<[u8]>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::tokenizer::tests::model_dir;
+    use crate::data::encode::tokenizer_handle::tests::model_dir;
     use std::fs::{self, File};
     use std::time::{Duration, SystemTime};
 

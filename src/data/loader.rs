@@ -1,7 +1,7 @@
 //! Deals the sequences of a dataset as micro-batches, epoch after epoch, from any position.
 
-use crate::data::batch::{Batch, Batches};
-use crate::data::packing::Dataset;
+use crate::data::dataset::Dataset;
+use crate::data::rows::batch::{Batch, Batches};
 use crate::error::{Error, Result};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -112,8 +112,8 @@ fn below(rng: &mut ChaCha8Rng, bound: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::batch::arrays;
-    use crate::data::packing::tests::counting;
+    use crate::data::dataset::tests::counting;
+    use crate::data::rows::batch::arrays;
     use proptest::prelude::*;
 
     const SEQ_LENGTH: usize = 3;

@@ -1,15 +1,15 @@
 //! Preview of training data: counts, lengths, and the text of a few records with their trained tokens marked.
 
-use super::documents::place_word;
-use super::files;
-use super::hold_out::EvalSplit;
-use super::lengths::DocumentLengths;
-use super::packing::{Dataset, MeasuredData};
-use super::preparation::Preparation;
-use super::rows::RowRules;
-use super::shown::{ShownDocument, TextPiece};
-use super::source;
-use super::tokenizer::Tokenizer;
+use super::context::Preparation;
+use super::dataset::{Dataset, MeasuredData};
+use super::encode::documents::place_word;
+use super::encode::marked_text::{ShownDocument, TextPiece};
+use super::encode::text_files;
+use super::encode::tokenizer_handle::Tokenizer;
+use super::read::files;
+use super::rows::hold_out::EvalSplit;
+use super::rows::lengths::DocumentLengths;
+use super::rows::row_table::RowRules;
 use crate::error::Result;
 use crate::error::printable;
 use crate::error::terminal::printable_lines;
@@ -83,7 +83,7 @@ impl DataView {
             seq_length: rules.seq_length,
             sequences: kept.sequences(),
             notes: Vec::new(),
-            first: source::first_documents(&files::find_files(paths)?, tokenizer, shown, preparation.stop())?,
+            first: text_files::first_documents(&files::find_files(paths)?, tokenizer, shown, preparation.stop())?,
             in_colour,
         })
     }

@@ -6,6 +6,9 @@ use crate::error::Result;
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::RingShape;
 
+/// Both sides of the link: the device, and the owner of host memory.
+pub(crate) type Sides<'a, D> = (&'a mut D, &'a mut HostMemory);
+
 /// Memory that has been allocated and not yet freed.
 #[derive(Debug, Default)]
 pub(crate) struct Lease {

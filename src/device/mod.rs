@@ -49,7 +49,7 @@ pub use kernels::sinks::{Sinks, SinksBackward};
 pub(crate) use kernels::transfer::PARTS_MAX;
 pub use kernels::transfer::{Adam, Cast, GradNormPartials, Poke, SumSlices, Zero};
 pub use kernels::{Kernels, Launch};
-pub(crate) use lease::Lease;
+pub(crate) use lease::{Lease, Sides};
 pub use slice::DeviceSlice;
 pub(crate) use slice::MatrixPart;
 pub use stream::{EventId, Stream};

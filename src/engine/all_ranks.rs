@@ -2,7 +2,7 @@
 //! lasts as long as its slowest rank.
 
 use super::executor::{Engine, StepReport};
-use super::verdict::Verdict;
+use super::protocol::verdict::Verdict;
 use crate::device::Kernels;
 use crate::error::{Error, Result};
 
@@ -77,7 +77,7 @@ impl StepReport {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::verdict::Verdict;
+    use crate::engine::protocol::verdict::Verdict;
     use crate::ranks::progress::AMOUNTS;
     use crate::units::Norm;
 

@@ -1,10 +1,10 @@
 //! The driver's part for buckets of a tied embedding that leave early: it notifies the coordinator when the output matrix's gradient is
 //! enqueued, and copies the rows of the batch, which are completed last, in packed form. The protocol is in `coordinator/early.rs`.
 
-use super::coordinator::Event;
 use super::executor::Engine;
 use super::late_rows::LateRows;
-use super::route::Hop;
+use super::protocol::coordinator::Event;
+use super::protocol::route::Hop;
 use crate::bucket::slot::Slot;
 use crate::device::{Kernels, ScatterRows, Stream};
 use crate::error::Result;

@@ -1,12 +1,12 @@
 //! Evaluation: forward passes between steps. It writes nothing that training reads.
 
-use super::counters::Exposed;
-use super::driver_state::DriverActivity;
-use super::exchange::Order;
 use super::executor::Engine;
+use super::protocol::counters::Exposed;
+use super::ranks::exchange::Order;
 use super::step::Pass;
+use super::watch::driver_state::DriverActivity;
 use crate::config::options::FaultPhase;
-use crate::data::batch::Batches;
+use crate::data::rows::batch::Batches;
 use crate::device::{Kernels, Stream};
 use crate::error::Result;
 use crate::model::MicroStep;

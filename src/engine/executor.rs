@@ -1,24 +1,23 @@
 //! The engine: the fields that it owns, its start and its end. One thread, the driver, runs it. Its work is in `step.rs`, `hops.rs`,
 //! `exposed.rs` and `state_io.rs`.
 
-use super::bounce_buffer::Sides;
-use super::coordinator::{Coordinator, Counts, Staging};
-use super::counters::{Counters, Exposed};
-use super::driver_state::DriverState;
-use super::exchange::{Exchange, Order, OrderWords, SingleRank};
-use super::expert_rows::{ExpertLoad, ExpertRows};
-use super::fault_injector::FaultInjector;
-use super::loss_scale::LossScale;
-use super::memory::Memory;
+use super::memory::expert_rows::{ExpertLoad, ExpertRows};
+use super::memory::permanent::Memory;
+use super::memory::scratch::StepScratch;
+use super::memory::weight_flow::WeightFlow;
 use super::pool::Pool;
-use super::scratch::StepScratch;
+use super::protocol::coordinator::{Coordinator, Counts, Staging};
+use super::protocol::counters::{Counters, Exposed};
+use super::protocol::loss_scale::LossScale;
+use super::protocol::verdict::{SpeculationHistory, Verdict};
+use super::ranks::exchange::{Exchange, Order, OrderWords, SingleRank};
 use super::step_job::StepJob;
 use super::step_results::StepResults;
 use super::transfers::Transfers;
-use super::verdict::{SpeculationHistory, Verdict};
-use super::watchdog::Watched;
-use super::weight_flow::WeightFlow;
-use crate::device::{EventId, Kernels, ProductAlgorithm};
+use super::watch::driver_state::DriverState;
+use super::watch::fault_injector::FaultInjector;
+use super::watch::watchdog::Watched;
+use crate::device::{EventId, Kernels, ProductAlgorithm, Sides};
 use crate::error::Result;
 use crate::host::doorbell::Doorbell;
 use crate::host::pinned::{HostMemory, PinnedSlice};

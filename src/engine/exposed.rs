@@ -1,7 +1,7 @@
 //! Waits for the inputs of the next computation, and measures the idle time of the device meanwhile.
 
-use super::driver_state::DriverActivity;
 use super::executor::Engine;
+use super::watch::driver_state::DriverActivity;
 use crate::device::{Kernels, Stream};
 use crate::error::Result;
 

@@ -2,12 +2,12 @@
 //! waits.
 #![allow(unsafe_code)]
 
-use super::coordinator::{Command, Event, Load, Update, Work};
-use super::driver_state::DriverActivity;
 use super::executor::Engine;
-use super::fault_injector::FaultInjector;
-use super::route::Hop;
+use super::protocol::coordinator::{Command, Event, Load, Update, Work};
+use super::protocol::route::Hop;
 use super::step_job::StepJob;
+use super::watch::driver_state::DriverActivity;
+use super::watch::fault_injector::FaultInjector;
 use crate::bucket::slot::Slot;
 use crate::config::options::FaultPhase;
 use crate::device::{Adam, Cast, DeviceSlice, Kernels, Stream};

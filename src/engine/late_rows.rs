@@ -5,7 +5,7 @@
 //! a row, so its rows are a range of the packed order.
 
 use crate::bucket::layout::BucketLayout;
-use crate::data::batch::distinct;
+use crate::data::rows::batch::distinct;
 use crate::device::{Device, Lease};
 use crate::error::Result;
 use crate::host::pinned::{HostMemory, PinnedSlice};

@@ -1,8 +1,8 @@
 //! The logits that follow tokens of a micro-batch, for whoever writes text: forward passes of an evaluation, and rows of the output matrix.
 
-use super::exchange::Order;
 use super::executor::Engine;
-use crate::data::batch::Batches;
+use super::ranks::exchange::Order;
+use crate::data::rows::batch::Batches;
 use crate::device::{Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;

@@ -1,45 +1,24 @@
-//! The step: a pure state machine ([`coordinator`]) that makes decisions, and an engine ([`executor`]) that executes them. README.md beside
-//! this file follows a bucket through both.
+//! The step: a pure state machine ([`protocol::coordinator`]) that makes decisions, and an engine ([`executor`]) that executes them.
+//! README.md beside this file follows a bucket through both.
 
 mod all_ranks;
-mod bounce_buffer;
-pub(crate) mod coordinator;
-pub(crate) mod counters;
-pub(crate) mod driver_state;
 mod early;
 pub(crate) mod evaluate;
-pub(crate) mod exchange;
 pub(crate) mod executor;
-pub(crate) mod expert_rows;
 mod exposed;
-mod fault_injector;
-mod gradient_groups;
-mod handover;
 mod hops;
 mod late_rows;
 mod logits;
-pub(crate) mod loss_scale;
-mod memory;
-mod nccl_transport;
-mod order;
-pub(crate) mod orders;
-pub(crate) mod peer_exchange;
+pub(crate) mod memory;
+mod orders;
+mod passes;
 pub(crate) mod pool;
-mod prefetch_buffer;
-pub(crate) mod rendezvous;
+pub(crate) mod protocol;
+pub(crate) mod ranks;
 mod replan;
-mod route;
-mod scratch;
-mod shards;
 mod state_io;
-mod states;
 mod step;
 pub(crate) mod step_job;
 mod step_results;
-mod sums;
-pub(crate) mod tcp_transport;
 mod transfers;
-pub(crate) mod verdict;
-mod wait_graph;
-pub(crate) mod watchdog;
-mod weight_flow;
+pub(crate) mod watch;

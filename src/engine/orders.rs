@@ -1,19 +1,18 @@
 //! Start of the ranks of one process, and the loop of ranks other than rank 0.
 
-use super::bounce_buffer::Sides;
-use super::driver_state::DriverActivity;
-use super::exchange::{Exchange, Order, OrderWords};
 use super::executor::{Engine, StepData};
-use super::loss_scale::LossScale;
-use super::peer_exchange::{PeerExchange, PeerTransport};
 use super::pool::Pool;
-use super::rendezvous::{RankMemory, Rendezvous};
-use super::route::Hop;
+use super::protocol::loss_scale::LossScale;
+use super::protocol::route::Hop;
+use super::protocol::verdict::SpeculationHistory;
+use super::ranks::exchange::{Exchange, Order, OrderWords};
+use super::ranks::peer_exchange::{PeerExchange, PeerTransport};
+use super::ranks::rendezvous::{RankMemory, Rendezvous};
 use super::step_job::StepJob;
-use super::verdict::SpeculationHistory;
+use super::watch::driver_state::DriverActivity;
 use crate::bucket::layout::Tier;
 use crate::config::options::FaultPhase;
-use crate::device::{EventId, Kernels, Peers};
+use crate::device::{EventId, Kernels, Peers, Sides};
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
 use crate::optim::StatePart;

@@ -2,12 +2,12 @@
 //! number of slots changes. The results of steps stay bit-identical, because weights are derived from the state and all other affected
 //! memory holds nothing between steps. Either all ranks change plans at the same step, or none does.
 
-use super::counters::Exposed;
-use super::driver_state::DriverActivity;
-use super::exchange::{Order, OrderWords};
 use super::executor::{Engine, staging};
-use super::rendezvous::RankMemory;
-use super::scratch::StepScratch;
+use super::memory::scratch::StepScratch;
+use super::protocol::counters::Exposed;
+use super::ranks::exchange::{Order, OrderWords};
+use super::ranks::rendezvous::RankMemory;
+use super::watch::driver_state::DriverActivity;
 use crate::config::options::FaultPhase;
 use crate::device::Kernels;
 use crate::error::{Error, Result};

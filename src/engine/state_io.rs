@@ -1,13 +1,13 @@
 //! Reads and writes state and weights from outside, between steps.
 
-use super::driver_state::DriverActivity;
-use super::exchange::{Order, OrderWords};
 use super::executor::Engine;
-use super::route::Hop;
+use super::protocol::route::Hop;
+use super::ranks::exchange::{Order, OrderWords};
 use super::step::Pass;
+use super::watch::driver_state::DriverActivity;
 use crate::bucket::slices::Slices;
 use crate::config::options::FaultPhase;
-use crate::data::batch::Batches;
+use crate::data::rows::batch::Batches;
 use crate::device::{Cast, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};

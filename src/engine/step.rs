@@ -1,14 +1,14 @@
 //! One step: forward and backward of every micro-batch, the verdict, and the updates that it allows.
 
-use super::coordinator::{Counts, Event, Update};
-use super::counters::{Counters, Exposed};
-use super::driver_state::{DriverActivity, DriverEvent};
-use super::exchange::{Exchange, Order};
 use super::executor::{Engine, StepData, StepReport};
-use super::route::Hop;
-use super::verdict::Verdict;
+use super::protocol::coordinator::{Counts, Event, Update};
+use super::protocol::counters::{Counters, Exposed};
+use super::protocol::route::Hop;
+use super::protocol::verdict::Verdict;
+use super::ranks::exchange::{Exchange, Order};
+use super::watch::driver_state::{DriverActivity, DriverEvent};
 use crate::config::options::FaultPhase;
-use crate::data::batch::{self, Batch, Batches};
+use crate::data::rows::batch::{self, Batch, Batches};
 use crate::device::{Kernels, Stream, Zero};
 use crate::error::{Error, Result};
 use crate::model::MicroStep;

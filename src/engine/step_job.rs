@@ -3,8 +3,8 @@
 
 use crate::bucket::slot::Slot;
 use crate::dtype::Dtype;
-use crate::engine::coordinator::{GradUpdate, Update, Work};
 use crate::engine::late_rows::{PackedRows, RowPart};
+use crate::engine::protocol::coordinator::{GradUpdate, Update, Work};
 use crate::host::pinned::PinnedSlice;
 use crate::host::pool::Job;
 use crate::optim::StatePart;

@@ -3,7 +3,7 @@
 //! The partial sums of the norm are copied from the device while the backward pass runs, and are passed on in order as they arrive. After
 //! the last gradient is written, only one small copy and a short fold remain before the verdict.
 
-use super::exchange::Exchange;
+use super::ranks::exchange::Exchange;
 use crate::device::{Device, DeviceSlice, EventId, GradNormPartials, Kernels, Stream, Zero};
 use crate::dtype::Dtype;
 use crate::error::Result;

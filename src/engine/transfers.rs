@@ -1,6 +1,6 @@
 //! Hops of streams: one event for each hop and bucket, and for each stream a queue of the hops that the coordinator waits for.
 
-use super::route::{Hop, Leg, route};
+use super::protocol::route::{Hop, Leg, route};
 use crate::bucket::layout::BucketLayout;
 use crate::bucket::slot::Slot;
 use crate::device::{Device, EventId, Stream};

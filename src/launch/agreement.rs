@@ -5,7 +5,7 @@ use super::process_info::{HostResources, ProcessInfo};
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::{CastSide, ExpertProductsChoice, Technique, Transport};
 use crate::config::settings::Settings;
-use crate::data::rows::Packing;
+use crate::data::rows::row_table::Packing;
 use crate::device::Kernels;
 use crate::disk;
 use crate::engine::executor::Engine;

@@ -3,9 +3,9 @@
 use super::cpu_slice::CpuSlice;
 use crate::device::{Kernels, Peers};
 use crate::engine::executor::Engine;
-use crate::engine::peer_exchange::PeerTransport;
 use crate::engine::pool::Pool;
-use crate::engine::rendezvous::Rendezvous;
+use crate::engine::ranks::peer_exchange::PeerTransport;
+use crate::engine::ranks::rendezvous::Rendezvous;
 use crate::engine::step_job::StepJob;
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
@@ -91,7 +91,7 @@ impl Drop for Leave {
 mod tests {
     use super::*;
     use crate::config::settings::Settings;
-    use crate::data::batch::{Batch, Batches};
+    use crate::data::rows::batch::{Batch, Batches};
     use crate::device::cpu::CpuDevice;
     use crate::hardware::topology::Topology;
     use crate::launch::cpu_slice;

@@ -11,7 +11,7 @@ use super::layer_shape::{LayerShape, Moe, NormKind, NormSpec};
 use super::policy::LayerPolicy;
 use super::shape::ModelShape;
 use super::sized_allocator::{Alloc, ByLayer, LayerParts, PART_ALIGN_ELEMS, SizedAllocator, product, too_large};
-use crate::data::batch;
+use crate::data::rows::batch;
 use crate::device::{Device, DeviceSlice, Lease};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -456,7 +456,7 @@ pub(crate) struct Activations {
     pub tile: LossTile,
     /// Tokens that an MLP processes at once.
     pub(super) mlp_tile: usize,
-    /// A [`crate::data::batch::Batch`] as int32 `[arrays, T]`, filled by the caller. The next four slices are its arrays.
+    /// A [`crate::data::rows::batch::Batch`] as int32 `[arrays, T]`, filled by the caller. The next four slices are its arrays.
     pub(crate) inputs: DeviceSlice,
     /// Token ids.
     pub(super) tokens: DeviceSlice,

@@ -8,7 +8,7 @@ use super::rope::RopeTable;
 use super::shape::ModelShape;
 use super::tensors::{Module, TensorSpec, TensorTable};
 use super::{MicroStep, Model};
-use crate::data::batch::Batch;
+use crate::data::rows::batch::Batch;
 use crate::device::cpu::{CpuDevice, StreamOrder};
 use crate::device::{Device, DeviceSlice, Lease, RouterRule, Stream};
 use crate::dtype::{Dtype, Element};

@@ -4,7 +4,7 @@ use super::experts::ExpertEngine;
 use super::machine::Machine;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::bucket::slices::Slices;
-use crate::data::batch;
+use crate::data::rows::batch;
 use crate::device::footprint::MemoryClass;
 use crate::device::footprint::gpu::{self, PAGE_BYTES};
 use crate::device::{Attention, AttentionShape};

@@ -5,7 +5,7 @@ use super::budget::Workload;
 use super::rules::Policy;
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::EarlyRows;
-use crate::data::batch::distinct;
+use crate::data::rows::batch::distinct;
 use crate::error::{Error, Result};
 use crate::model::tensors::{Module, Role, TensorTable};
 use std::ops::Range;

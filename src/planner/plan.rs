@@ -7,8 +7,8 @@ use crate::config::options::{
     Technique, TrainDtype, Transport, WeightsChoice,
 };
 use crate::config::settings::Settings;
-use crate::data::batch;
-use crate::data::rows::Packing;
+use crate::data::rows::batch;
+use crate::data::rows::row_table::Packing;
 use crate::device::footprint::MemoryClass;
 use crate::device::{Attention, DeviceKind, ExpertProducts};
 use crate::dtype::Dtype;

@@ -10,7 +10,7 @@ use crate::config::options::{
     WeightsChoice,
 };
 use crate::config::settings::Settings;
-use crate::data::rows::Packing;
+use crate::data::rows::row_table::Packing;
 use crate::device::{Attention, DeviceKind};
 use crate::hardware::profile::Profile;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace};

@@ -3,7 +3,7 @@
 
 use crate::bucket::slot::Slot;
 use crate::dtype::Dtype;
-use crate::engine::coordinator::{GradUpdate, Update, Work};
+use crate::engine::protocol::coordinator::{GradUpdate, Update, Work};
 use crate::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
 use crate::error::Result;
 use crate::hardware::topology::Topology;

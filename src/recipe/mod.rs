@@ -10,8 +10,8 @@ pub(crate) mod record;
 #[cfg(test)]
 pub(crate) mod tests;
 
-use crate::data::hold_out::EvalSplit;
-use crate::data::rows::{Overlong, Packing};
+use crate::data::rows::hold_out::EvalSplit;
+use crate::data::rows::row_table::{Overlong, Packing};
 use crate::device::{Attention, DeviceKind, ExpertProducts};
 use crate::dtype::Dtype;
 use crate::model::activations::LossTile;

@@ -1,6 +1,6 @@
 use super::record::{MATMUL, STEP};
 use super::*;
-use crate::data::hold_out::EvalSplit;
+use crate::data::rows::hold_out::EvalSplit;
 use serde_json::{Map, Value, json};
 
 /// The recipe of a small run.

@@ -3,9 +3,9 @@
 use super::html::{escape, escape_whole, last_name};
 use super::run_setup::RunSetup;
 use crate::config::settings::Settings;
-use crate::data::files::find_files;
-use crate::data::shown::{ShownDocument, TextPiece};
-use crate::data::source::first_documents;
+use crate::data::encode::marked_text::{ShownDocument, TextPiece};
+use crate::data::encode::text_files::first_documents;
+use crate::data::read::files::find_files;
 use crate::error::{Error, Result};
 use crate::signals::StopFlag;
 use crate::train::text;

@@ -3,7 +3,7 @@
 //! Rates are over wall time unless their name contains `busy`. G and T are powers of ten.
 
 use super::flops::StepFlops;
-use crate::engine::coordinator::Counts;
+use crate::engine::protocol::coordinator::Counts;
 use serde::Serialize;
 use std::fmt;
 

@@ -1,6 +1,6 @@
 //! Data of a benchmark: random tokens, as one text or as documents of random lengths.
 
-use crate::data::batch::{Batch, Batches};
+use crate::data::rows::batch::{Batch, Batches};
 use crate::error::Result;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};

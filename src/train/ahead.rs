@@ -4,8 +4,8 @@ use super::observer::Observer;
 use super::setup::{find_sources, forward_progress};
 use super::text;
 use crate::config::settings::Settings;
-use crate::data::preparation::{self, Preparation};
-use crate::data::prepare::PreparedText;
+use crate::data::context::{self, Preparation};
+use crate::data::prepare_ahead::PreparedText;
 use crate::error::{Error, Result};
 use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
@@ -20,7 +20,7 @@ pub(crate) fn prepare(settings: &Settings, stop: &StopFlag, observer: &mut dyn O
     }
     let settings = &find_sources(settings, false, stop, observer)?;
     let (shape, tokenizer, settings) = text::reader(settings, None)?;
-    let mut preparation = Preparation::new(stop, preparation::cache(), None, |event: ProgressEvent<'_>| forward_progress(observer, event));
+    let mut preparation = Preparation::new(stop, context::cache(), None, |event: ProgressEvent<'_>| forward_progress(observer, event));
     let parts = [&settings.data, &settings.eval_data].into_iter().filter(|paths| !paths.is_empty());
     parts.map(|paths| PreparedText::new(paths, &tokenizer, shape.vocab, &mut preparation)).collect()
 }

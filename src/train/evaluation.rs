@@ -4,9 +4,9 @@ use super::identity::Run;
 use crate::checkpoint::best::{Best, Evaluations};
 use crate::config::options::EvalStrategy;
 use crate::config::settings::Settings;
-use crate::data::batch::{Batch, Batches};
+use crate::data::dataset::Dataset;
 use crate::data::loader::DataPosition;
-use crate::data::packing::Dataset;
+use crate::data::rows::batch::{Batch, Batches};
 use crate::error::Result;
 
 /// The evaluation dataset of a run and its schedule.
@@ -150,8 +150,8 @@ impl Batches for EvalSequences<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::batch::arrays;
-    use crate::data::packing::tests::counting;
+    use crate::data::dataset::tests::counting;
+    use crate::data::rows::batch::arrays;
 
     fn evaluation(strategy: EvalStrategy) -> Evaluation {
         let settings = Settings { eval_strategy: Some(strategy), eval_steps: Some(4), ..Settings::demo() };

@@ -181,7 +181,7 @@ impl Message {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::coordinator::Counts;
+    use crate::engine::protocol::coordinator::Counts;
     use std::fs;
 
     fn metrics(grad_norm: Option<f64>) -> StepMetrics {

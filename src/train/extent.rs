@@ -1,6 +1,6 @@
 //! How much a run has before it: steps, passes over its data, and the time that its plan predicts.
 
-use crate::data::packing::Dataset;
+use crate::data::dataset::Dataset;
 use crate::planner::plan::Plan;
 use std::fmt;
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! The data as the engine's steps take it. Remembers where the last whole step ended.
 
-use crate::data::batch::{Batch, Batches};
 use crate::data::loader::{DataPosition, Loader};
+use crate::data::rows::batch::{Batch, Batches};
 use crate::error::Result;
 
 /// A loader, and the loader state that a checkpoint after a failed step needs.

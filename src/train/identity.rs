@@ -3,10 +3,10 @@
 
 use crate::data::chat::record::RULES_VERSION;
 use crate::data::checksum::{self, Fingerprint};
-use crate::data::demo::DEMO_TEXT;
-use crate::data::files::{holds_records, is_text};
-use crate::data::known_sources::KnownSources;
-use crate::data::tokenizer::Tokenizer;
+use crate::data::encode::tokenizer_handle::Tokenizer;
+use crate::data::read::demo::DEMO_TEXT;
+use crate::data::read::files::{holds_records, is_text};
+use crate::data::run_sources::KnownSources;
 use crate::error::Result;
 use crate::hub::cache::Snapshot;
 use crate::model::shape::ModelShape;
@@ -197,7 +197,7 @@ fn brief_text(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::tokenizer::tests::model_dir;
+    use crate::data::encode::tokenizer_handle::tests::model_dir;
     use crate::device::ExpertProducts;
     use crate::recipe::record::{ATTENTION_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, MATMUL, MLP_TILE, PLAIN_MATMUL};
     use crate::recipe::tests::recipe;

@@ -4,7 +4,7 @@ use super::metrics_file::METRICS;
 use super::owned_names::named;
 use crate::checkpoint::CHECKPOINT;
 use crate::config::settings::Settings;
-use crate::data::files;
+use crate::data::read::files;
 use crate::error::{Error, Result};
 use crate::trace::file::TRACE;
 use std::path::{Component, Path, PathBuf};

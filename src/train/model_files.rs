@@ -1,8 +1,8 @@
 //! A model's files as they go into checkpoints and exports: with the chat template and the end of text that the run trains with.
 
 use crate::config::settings::Settings;
-use crate::data::prompt;
-use crate::data::tokenizer::Tokenizer;
+use crate::data::encode::prompt;
+use crate::data::encode::tokenizer_handle::Tokenizer;
 use crate::error::{Error, Result};
 use crate::model_dir::CONFIG;
 use serde_json::{Map, Value, json};

@@ -1,7 +1,7 @@
 //! The observer of a run.
 
 use super::run_facts::RunFacts;
-use crate::engine::watchdog::Alarm;
+use crate::engine::watch::watchdog::Alarm;
 use crate::metrics::StepMetrics;
 use crate::planner::plan::Plan;
 

@@ -3,9 +3,9 @@
 
 use super::text::record_flags;
 use crate::config::settings::Settings;
-use crate::data::files;
-use crate::data::rows::Packing;
-use crate::data::source;
+use crate::data::encode::text_files;
+use crate::data::read::files;
+use crate::data::rows::row_table::Packing;
 use crate::disk::named_by;
 use crate::error::Result;
 use serde::Deserialize;
@@ -56,7 +56,7 @@ fn of_checkpoint(saved: &Value) -> Packing {
 /// The rows of data, and why.
 fn of_data(settings: &Settings) -> Result<(Packing, String)> {
     let data = files::find_files(&settings.data).map_err(|error| named_by("--data", error))?;
-    let Some(answers) = source::with_answers(&data, &record_flags(settings).plain_rules()?) else {
+    let Some(answers) = text_files::with_answers(&data, &record_flags(settings).plain_rules()?) else {
         return Ok((Packing::Wrapped, "the data is one stream of text".into()));
     };
     let evaluated = files::find_files(&settings.eval_data).map_err(|error| named_by("--eval-data", error))?;

@@ -9,7 +9,7 @@ use crate::config::settings::Settings;
 use crate::device::{Kernels, Peers};
 use crate::disk::Dir;
 use crate::engine::executor::Engine;
-use crate::engine::watchdog::{Alarm, Watchdog};
+use crate::engine::watch::watchdog::{Alarm, Watchdog};
 use crate::error::{Error, Result};
 use crate::hardware::limits::check_file_size;
 use crate::launch::agreement::ProcessGroup;

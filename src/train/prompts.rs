@@ -2,7 +2,7 @@
 
 use super::sampling::{Sampling, TextSampler};
 use crate::config::settings::Settings;
-use crate::data::tokenizer::Tokenizer;
+use crate::data::encode::tokenizer_handle::Tokenizer;
 use crate::device::Kernels;
 use crate::disk::{self, named_by};
 use crate::engine::executor::Engine;

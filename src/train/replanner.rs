@@ -207,9 +207,9 @@ mod simulated;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::coordinator::Counts;
-    use crate::engine::counters::{Counters, Exposed};
-    use crate::engine::verdict::Verdict;
+    use crate::engine::protocol::coordinator::Counts;
+    use crate::engine::protocol::counters::{Counters, Exposed};
+    use crate::engine::protocol::verdict::Verdict;
     use crate::planner::machine::Machine;
     use crate::ranks::RANKS_MAX;
     use crate::units::{ClipScale, Norm};

@@ -84,7 +84,7 @@ fn tflops_digits(tflops: f64) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::coordinator::Counts;
+    use crate::engine::protocol::coordinator::Counts;
 
     fn facts() -> RunFacts {
         let [model, data, plan, memory, files, device] = [const { String::new() }; 6];

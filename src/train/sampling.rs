@@ -1,8 +1,9 @@
 //! Text that a model writes after prompts: the likeliest token each time, or a random one of a seed.
 
-use crate::data::batch::{Batch, Batches};
-use crate::data::prompt;
-use crate::data::tokenizer::{TokenDecoder, Tokenizer};
+use crate::data::encode::prompt;
+use crate::data::encode::tokenizer_handle::Tokenizer;
+use crate::data::rows::batch::{Batch, Batches};
+use crate::data::tokenizer::TokenDecoder;
 use crate::device::Kernels;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
@@ -32,10 +33,10 @@ impl TextSampler {
     /// A sampler of `prompts`.
     ///
     /// # Errors
-    /// As [`prompt::ids`] and [`TokenDecoder::of`].
+    /// As [`prompt::ids`] and [`Tokenizer::decoder`].
     pub(super) fn new(tokenizer: &Tokenizer, prompts: &[String], sampling: Sampling, stop: &StopFlag) -> Result<Self> {
         let prompts = prompts.iter().map(|prompt| prompt::ids(tokenizer, prompt, stop)).collect::<Result<_>>()?;
-        Ok(Self { decoder: TokenDecoder::of(tokenizer)?, end_of_text: tokenizer.end_of_text(), prompts, sampling })
+        Ok(Self { decoder: tokenizer.decoder()?, end_of_text: tokenizer.end_of_text(), prompts, sampling })
     }
 
     /// How many prompts there are.

@@ -14,14 +14,14 @@ use crate::checkpoint::{Loaded, checkpoint_bytes};
 use crate::config::options::InitChoice;
 use crate::config::settings::Settings;
 use crate::data;
-use crate::data::cache::remove_others;
-use crate::data::known_sources::KnownSources;
+use crate::data::context::Preparation;
+use crate::data::dataset::Dataset;
+use crate::data::encode::tokenizer_handle::Tokenizer;
+use crate::data::host_bytes::host_bytes;
 use crate::data::loader::{DataPosition, Loader, steps_for_epochs};
-use crate::data::packing::Dataset;
-use crate::data::preparation::Preparation;
-use crate::data::rows::Packing;
-use crate::data::source::host_bytes;
-use crate::data::tokenizer::Tokenizer;
+use crate::data::prepared::cache::remove_others;
+use crate::data::rows::row_table::Packing;
+use crate::data::run_sources::KnownSources;
 use crate::device::Kernels;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result, printable};
@@ -279,7 +279,7 @@ impl PreparedRun<'_> {
         let partition = launch.divide_cpus(&settings, &plan, |line| observer.warn(line))?;
         previous_run::move_aside(run_dir.dir(), engine.train_step())?.iter().for_each(|line| observer.warn(line));
         remove_others(run_dir.dir(), &known);
-        known.save(run_dir.path(), &tokenizer)?;
+        known.save(run_dir.path(), tokenizer.rules())?;
         let evaluation = eval_dataset.map(|eval| Evaluation::new(&settings, eval, position, dataset.sequences()));
         let loader = Loader::new(dataset, plan.recipe.step.micro_batch, settings.seed, !settings.no_shuffle, position)?;
         let rates = launch.chosen.rates_from.as_ref().map(|rates| format!("rates   {rates}"));
@@ -322,7 +322,7 @@ fn open_data(
     observer: &mut dyn Observer,
 ) -> Result<(Dataset, Option<Dataset>)> {
     let emit = |event: ProgressEvent<'_>| forward_progress(observer, event);
-    let preparation = Preparation::new(stop, data::preparation::cache(), output_dir.map(Path::to_path_buf), emit);
+    let preparation = Preparation::new(stop, data::context::cache(), output_dir.map(Path::to_path_buf), emit);
     let mut preparation = preparation.knowing(mem::take(known));
     let rules = settings.row_rules();
     let opened = if let Some(split) = settings.eval_split {

@@ -2,7 +2,7 @@
 
 use super::peer_waits::PeerWaits;
 use crate::config::describe::as_word;
-use crate::engine::coordinator::Counts;
+use crate::engine::protocol::coordinator::Counts;
 use crate::error::{EXIT_INTERRUPTED, Error};
 use crate::host::perf::WorkerCounts;
 use std::fmt;

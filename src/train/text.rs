@@ -6,13 +6,13 @@ use crate::config::settings::{OnResume, Settings};
 use crate::data::chat::find::RecordFlags;
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::{DataFormat, RecordRules};
-use crate::data::files;
-use crate::data::known_sources::KnownSources;
-use crate::data::packing::Dataset;
-use crate::data::rows::Packing;
-use crate::data::source;
+use crate::data::dataset::Dataset;
+use crate::data::encode::text_files;
+use crate::data::encode::tokenizer_handle::Tokenizer;
+use crate::data::read::files;
+use crate::data::rows::row_table::Packing;
+use crate::data::run_sources::KnownSources;
 use crate::data::tokenizer::AddBos;
-use crate::data::tokenizer::Tokenizer;
 use crate::disk::named_by;
 use crate::error::{Error, Result};
 use crate::hub::HubQuery;
@@ -159,7 +159,7 @@ fn rules(settings: &Settings, flags: &RecordFlags<'_>, known: &KnownSources) -> 
     let lists = [&settings.data[..], &settings.eval_data];
     let find = |(paths, flag): (&&[PathBuf], _)| known.find_files(paths).map_err(|error| named_by(flag, error));
     let files = lists.iter().zip(["--data", "--eval-data"]).map(find).collect::<Result<Vec<_>>>()?.concat();
-    flags.rules(dir.as_ref(), |rules| known.has_answers(&lists, rules).unwrap_or_else(|| source::asks_for_template(&files, rules)))
+    flags.rules(dir.as_ref(), |rules| known.has_answers(&lists, rules).unwrap_or_else(|| text_files::asks_for_template(&files, rules)))
 }
 
 fn find(settings: &Settings, shape: &ModelShape, known: &KnownSources, rules: Arc<RecordRules>) -> Result<Tokenizer> {
@@ -177,7 +177,7 @@ fn find(settings: &Settings, shape: &ModelShape, known: &KnownSources, rules: Ar
     match Tokenizer::load_with(&dir, end_of_text, settings.add_bos, &rules)? {
         Some(tokenizer) => Ok(tokenizer),
         None if shape.vocab == 256 => Tokenizer::bytes_with(end_of_text, settings.add_bos, rules),
-        None if source::hold_ids(&files, &rules) => Ok(Tokenizer::absent(rules)),
+        None if text_files::hold_ids(&files, &rules) => Ok(Tokenizer::absent(rules)),
         None => Err(missing(&dir)),
     }
 }
@@ -200,7 +200,7 @@ fn missing(dir: &ModelDir) -> Error {
 mod tests {
     use super::*;
     use crate::config::settings::TrainOptions;
-    use crate::data::tokenizer::tests::{WORDS, model_dir, with_bos};
+    use crate::data::encode::tokenizer_handle::tests::{WORDS, model_dir, with_bos};
     use serde_json::json;
     use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! The permitted imports between folders of `src/`.
+//! The permitted imports between folders of `src/`. Folders of any depth, and files next to them, import each other without cycles.
 //!
 //! An import is a `use` of this crate, or an inline path that starts with `crate`, `super` or `self`, outside of tests. It refers to the
 //! file that defines the name: re-exports are followed. A `pub use` whose name its own file does not need only forwards the name. A file
@@ -47,12 +47,23 @@ struct Use {
 
 #[test]
 fn imports_keep_to_the_floors() {
+    let complaints = complaints(&files_below("src"));
+    assert!(complaints.is_empty(), "\n{}\n", complaints.join("\n"));
+}
+
+#[test]
+fn other_programs_have_no_circles() {
+    for folder in ["paper-figures/src", "resctrl/src"] {
+        assert_eq!(a_circle(&imports(&modules(&files_below(folder)))), None, "{folder}");
+    }
+}
+
+/// Names below `folder`, and texts, of its Rust files.
+fn files_below(folder: &str) -> Vec<(String, String)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let text = |path: &Path| fs::read_to_string(path).unwrap_or_else(|e| panic!("read {}: {e}", path.display()));
-    let name = |path: &Path| path.strip_prefix(root.join("src")).ok()?.to_str().map(str::to_owned);
-    let files = super::sources(root).into_iter().filter_map(|path| Some((name(&path)?, text(&path))));
-    let complaints = complaints(&files.collect::<Vec<_>>());
-    assert!(complaints.is_empty(), "\n{}\n", complaints.join("\n"));
+    let name = |path: &Path| path.strip_prefix(root.join(folder)).ok()?.to_str().map(str::to_owned);
+    super::sources(root).into_iter().filter_map(|path| Some((name(&path)?, text(&path)))).collect()
 }
 
 #[test]
@@ -92,25 +103,60 @@ fn each_complaint_is_heard() {
     assert_eq!(messages(&[("lib.rs", "mod attic;"), ("attic.rs", "")]), ["attic stands on no floor"]);
 }
 
+#[test]
+fn circles_of_folders_are_found_at_any_depth() {
+    let files = |watch: &str, step: &str| {
+        let files = [
+            ("lib.rs", "mod engine;"),
+            ("engine/mod.rs", "mod memory; mod watch; mod step;"),
+            ("engine/memory/mod.rs", "mod states; mod shards;"),
+            ("engine/memory/states.rs", "use crate::engine::watch::Watched; use super::shards::Shards;"),
+            ("engine/memory/shards.rs", "pub struct Shards;"),
+            ("engine/watch.rs", "mod parts; pub struct Watched;"),
+            ("engine/watch/parts.rs", watch),
+            ("engine/step.rs", step),
+        ];
+        complaints(&files.map(|(name, text)| (name.to_string(), text.to_string())))
+    };
+    assert_eq!(files("use super::Watched;", "use super::memory::shards::Shards; use super::watch::Watched;"), [""; 0]);
+    let circle = ["a circle of folders: engine/memory, engine/watch"];
+    assert_eq!(files("use crate::engine::memory::shards::Shards;", ""), circle);
+    let circle = ["a circle of folders: engine/memory, engine/watch, engine/step"];
+    assert_eq!(files("fn f() { crate::engine::step::g() }", "use super::memory::shards::Shards;"), circle);
+}
+
 /// Errors in `files`, which are names below `src/` with their texts.
 fn complaints(files: &[(String, String)]) -> Vec<String> {
-    let modules = modules(files);
-    let imports: Graph = modules.iter().map(|(at, module)| (module.file.clone(), imported(&modules, at))).collect();
+    let imports = imports(&modules(files));
     let mut complaints: Vec<_> =
         imports.keys().map(|file| room(file)).filter(|room| floor(room).is_none()).collect::<BTreeSet<_>>().into_iter().collect();
     complaints.iter_mut().for_each(|room| room.push_str(" stands on no floor"));
-    let mut rooms = Graph::new();
-    for (file, target) in imports.iter().flat_map(|(file, targets)| targets.iter().map(move |target| (file, target))) {
-        let (from, to) = (room(file), room(target));
-        if floor(&from) < floor(&to) {
-            complaints.push(format!("{file} imports {target}, which is on a higher floor"));
-        } else if from != to {
-            rooms.entry(from).or_default().insert(to);
-        }
-    }
-    complaints.extend(circle(&rooms).map(|rooms| format!("a circle of folders: {}", rooms.join(", "))));
-    complaints.extend(circle(&imports).map(|files| format!("a circle of files: {}", files.join(", "))));
+    let edges = imports.iter().flat_map(|(file, targets)| targets.iter().map(move |target| (file, target)));
+    let up = edges.filter(|(file, target)| floor(&room(file)) < floor(&room(target)));
+    complaints.extend(up.map(|(file, target)| format!("{file} imports {target}, which is on a higher floor")));
+    complaints.extend(a_circle(&imports));
     complaints
+}
+
+/// A cycle of files, or else one of folders.
+fn a_circle(imports: &Graph) -> Option<String> {
+    if let Some(files) = circle(imports) {
+        return Some(format!("a circle of files: {}", files.join(", ")));
+    }
+    let mut folders = Graph::new();
+    for (from, to) in imports.iter().flat_map(|(file, targets)| targets.iter().filter_map(|target| neighbours(file, target))) {
+        folders.entry(from).or_default().insert(to);
+    }
+    circle(&folders).map(|folders| format!("a circle of folders: {}", folders.join(", ")))
+}
+
+/// The folders of one parent that hold `file` and `target`; `None` if one of the two lies in a folder of the other. A file that declares
+/// modules is one with the folder of its name.
+fn neighbours(file: &str, target: &str) -> Option<(String, String)> {
+    let segments = |file: &str| file.trim_end_matches(".rs").trim_end_matches("/mod").split('/').map(str::to_owned).collect::<Segments>();
+    let (from, to) = (segments(file), segments(target));
+    let common = from.iter().zip(&to).take_while(|(from, to)| from == to).count();
+    (common < from.len().min(to.len())).then(|| (from[..=common].join("/"), to[..=common].join("/")))
 }
 
 fn room(file: &str) -> String {
@@ -148,9 +194,10 @@ fn circle(graph: &Graph) -> Option<Vec<String>> {
 
 /// The modules that non-test code declares, by path, including `main`.
 fn modules(files: &[(String, String)]) -> BTreeMap<Segments, Module> {
+    let root = if files.iter().any(|(file, _)| file == "lib.rs") { "lib" } else { "main" };
     let path_of = |file: &str| -> Segments {
         let name = file.trim_end_matches(".rs").trim_end_matches("/mod");
-        if name == "lib" { Vec::new() } else { name.split('/').map(str::to_owned).collect() }
+        if name == root { Vec::new() } else { name.split('/').map(str::to_owned).collect() }
     };
     let mut modules: BTreeMap<_, _> = files
         .iter()
@@ -168,6 +215,11 @@ fn modules(files: &[(String, String)]) -> BTreeMap<Segments, Module> {
         }
     }
     modules
+}
+
+/// The imports of each file.
+fn imports(modules: &BTreeMap<Segments, Module>) -> Graph {
+    modules.iter().map(|(at, module)| (module.file.clone(), imported(modules, at))).collect()
 }
 
 /// The files that the module at `at` imports.

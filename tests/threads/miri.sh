@@ -11,7 +11,7 @@ tool=$(cargo +nightly miri --version)
 touch "$out"
 sed -i '/"tool":"miri /d' "$out"
 failures=0
-for group in bucket:: engine::coordinator:: host::doorbell:: host::pool:: device::cpu::stream::; do
+for group in bucket:: engine::protocol::coordinator:: host::doorbell:: host::pool:: device::cpu::stream::; do
   start=$SECONDS failed=0 runs=0
   for ((seed = 0; seed < seeds; seed++)); do
     # Trace spans read the clock, which Miri's isolation forbids.

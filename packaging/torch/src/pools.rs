@@ -7,7 +7,7 @@ use std::collections::btree_map::Entry;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use superoffload::Result;
-use superoffload::internals::host::{Doorbell, Homes, Job, Threads, run_alone};
+use superoffload::internals::host::{Doorbell, Job, Threads, WorkerNodes, run_alone};
 
 thread_local! {
     /// Pools of this thread by number of workers. A pool can only be used by the thread that started it.
@@ -24,7 +24,7 @@ struct OwnPool {
 impl OwnPool {
     fn start(workers: usize) -> Result<Self> {
         let bell = Arc::new(Doorbell::default());
-        let threads = ManuallyDrop::new(Threads::start(workers, Homes::default(), bell.clone(), 0, |_| Ok(()))?);
+        let threads = ManuallyDrop::new(Threads::start(workers, WorkerNodes::default(), bell.clone(), 0, |_| Ok(()))?);
         Ok(Self { threads, bell, process: std::process::id() })
     }
 

@@ -1,11 +1,11 @@
 //! Converts a configuration of another trainer to this program's, with a table of the outcome of each key.
 
-use super::Program;
 use super::fate::{Fate, FlagValue, set};
 use super::rules;
 use crate::config::deepspeed::over_deepspeed;
 use crate::config::document::{Document, DocumentEntry, DocumentNode, NodeValue};
 use crate::config::file::{self, Meaning};
+use crate::config::program::Program;
 use crate::config::settings::{Settings, TrainOptions};
 use crate::error::{Error, Result};
 use std::fmt::{self, Display};

@@ -1,10 +1,10 @@
 //! Rules for keys with a meaning that depends on the program, or with a value that no flag accepts as written.
 //! All other keys have the same meaning as on the command line.
 
-use super::Program;
 use super::datasets::{self, LlamaFactoryData};
 use super::fate::{Fate, set};
 use crate::config::document::{DocumentEntry, DocumentNode, NodeValue};
+use crate::config::program::Program;
 
 /// A rule for some keys of a program.
 enum Rule {

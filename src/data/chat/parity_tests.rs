@@ -1,7 +1,8 @@
 //! Masks against `transformers` and TRL: see tests/golden/masks/generate.py.
 
 use super::tests::{golden, shipped, tokenizer, tokens};
-use crate::data::tokenizer::{AddBos, Tokenizer};
+use crate::data::encode::tokenizer_handle::Tokenizer;
+use crate::data::tokenizer::AddBos;
 use crate::model_dir::ModelDir;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};

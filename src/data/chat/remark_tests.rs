@@ -1,10 +1,10 @@
 //! Remarks that a run prints once: on tokens across the end of a prompt, answers without an end, reasoning that a template leaves out.
 
 use super::tests::{golden, shipped, tokenizer, turn};
-use crate::data::documents::{DocumentsInMemory, UNTRAINED};
-use crate::data::preparation::Preparation;
-use crate::data::source::tokenize;
-use crate::data::tokenizer::Tokenizer;
+use crate::data::context::Preparation;
+use crate::data::encode::documents::{DocumentsInMemory, UNTRAINED};
+use crate::data::encode::text_files::tokenize;
+use crate::data::encode::tokenizer_handle::Tokenizer;
 use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use serde_json::{Value, json};
@@ -27,7 +27,7 @@ fn trained(records: &[Value], template: &str) -> (Vec<String>, Vec<String>) {
     drop(preparation);
     let (mut start, mut texts) = (0, Vec::new());
     for end in totals.sink.ends {
-        let end = (end & !crate::data::documents::SAME_RECORD) as usize;
+        let end = (end & !crate::data::encode::documents::SAME_RECORD) as usize;
         texts.push(text(&totals.sink.tokens[start..end], &tokenizer));
         start = end;
     }

@@ -2,10 +2,11 @@
 
 use super::mask::TrainOn;
 use super::tests::{rules, turn};
-use crate::data::packing::Dataset;
-use crate::data::preparation::Preparation;
-use crate::data::rows::{Packing, RowRules};
-use crate::data::tokenizer::{AddBos, Tokenizer};
+use crate::data::context::Preparation;
+use crate::data::dataset::Dataset;
+use crate::data::encode::tokenizer_handle::Tokenizer;
+use crate::data::rows::row_table::{Packing, RowRules};
+use crate::data::tokenizer::AddBos;
 use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use serde_json::{Value, json};

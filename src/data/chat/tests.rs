@@ -5,11 +5,12 @@ use super::mask::TrainOn;
 use super::record::{Content, DataFormat, RecordRules};
 use super::sample::ChatSample;
 use super::template::ChatTemplate;
-use crate::data::documents::UNTRAINED;
-use crate::data::preparation::Preparation;
-use crate::data::source;
-use crate::data::tokenizer::{AddBos, Tokenizer};
-use crate::data::work::{Done, TextWork};
+use crate::data::context::Preparation;
+use crate::data::encode::documents::UNTRAINED;
+use crate::data::encode::text_files;
+use crate::data::encode::text_work::{Done, TextWork};
+use crate::data::encode::tokenizer_handle::Tokenizer;
+use crate::data::tokenizer::AddBos;
 use crate::error::Error;
 use crate::model_dir::ModelDir;
 use crate::signals::StopFlag;
@@ -89,7 +90,7 @@ pub(super) fn tokenizer(dir: &Path, template_source: &str) -> Tokenizer {
 pub(super) fn tokens(record: &Value, tokenizer: &Tokenizer) -> (Vec<u32>, Vec<u32>) {
     let file = tempfile::Builder::new().suffix(".jsonl").tempfile().unwrap();
     std::fs::write(file.path(), record.to_string()).unwrap();
-    let (totals, _) = source::tokenize(&[file.path()], tokenizer, 400, Vec::new(), &mut Preparation::default()).unwrap();
+    let (totals, _) = text_files::tokenize(&[file.path()], tokenizer, 400, Vec::new(), &mut Preparation::default()).unwrap();
     assert_eq!(totals.untrained, totals.sink.iter().filter(|&token| token & UNTRAINED > 0).count() as u64);
     totals.sink.iter().map(|token| (token & !UNTRAINED, 1 - (token >> 31))).unzip()
 }

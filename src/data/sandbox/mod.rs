@@ -17,6 +17,7 @@
 //! process, and work between two reads is bounded. Signals that a terminal or a job sends to all processes are the parent's to answer.
 
 mod channel;
+pub(super) mod codec;
 mod guard;
 mod notes;
 mod process;
@@ -45,6 +46,11 @@ pub(in crate::data) enum Ended {
     Died { item: usize, task: SandboxTask, cause: String },
     /// The system has no process for it.
     Refused(Error),
+}
+
+/// The error of an answer that is no message.
+pub(in crate::data) fn unreadable() -> Error {
+    Error::resource("read foreign files", "the reader process sent an invalid answer")
 }
 
 /// Answers requests in a process of a sandbox.

@@ -206,7 +206,7 @@ fn described(token: &Value, is_special: bool) -> Option<AddedToken> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{WORDS, load_or_bytes, model_dir};
+    use crate::data::encode::tokenizer_handle::tests::{WORDS, load_or_bytes, model_dir};
 
     const CONFIG: &str = "tokenizer_config.json";
 

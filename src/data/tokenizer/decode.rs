@@ -1,10 +1,10 @@
 //! Ids back to text. The decoder of a model is foreign content, and runs in a sandbox of its own, which outlives that of the tokenizer.
 
+use super::facts::TokenizerKind;
 use super::special_files::BYTES_MAX;
-use super::{Tokenizer, TokenizerKind, unreadable};
 use crate::data::checksum;
-use crate::data::codec::{MessageReader, MessageWriter};
-use crate::data::sandbox::{Ended, Sandbox, SandboxTask, Service, guard};
+use crate::data::sandbox::codec::{MessageReader, MessageWriter};
+use crate::data::sandbox::{Ended, Sandbox, SandboxTask, Service, guard, unreadable};
 use crate::data::stopped::interrupted;
 use crate::disk;
 use crate::error::{Error, Result};
@@ -26,12 +26,12 @@ struct ModelDecoder {
 struct DecodeService(tokenizers::Tokenizer);
 
 impl TokenDecoder {
-    /// The decoder of `tokenizer`; a tokenizer that only encodes does not keep it.
+    /// The decoder of a tokenizer of this `kind`; the tokenizer only encodes and does not keep it.
     ///
     /// # Errors
     /// `Unsupported` where there is no tokenizer; `Io` and `Format` when its file cannot be read again, or has changed.
-    pub(crate) fn of(tokenizer: &Tokenizer) -> Result<Self> {
-        match &tokenizer.kind {
+    pub(in crate::data) fn of(kind: &TokenizerKind) -> Result<Self> {
+        match kind {
             TokenizerKind::Absent => Err(Error::Unsupported("text of a run on token ids: it has no tokenizer".into())),
             TokenizerKind::Bytes => Ok(Self(None)),
             TokenizerKind::Model { path, sha256 } => {
@@ -128,13 +128,14 @@ fn refused(path: &Path, cause: impl Display) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{WORDS, load_or_bytes, model_dir};
     use super::*;
+    use crate::data::encode::tokenizer_handle::Tokenizer;
+    use crate::data::encode::tokenizer_handle::tests::{WORDS, load_or_bytes, model_dir};
     use serde_json::json;
     use std::fs;
 
     fn text(tokenizer: &Tokenizer, ids: &[u32]) -> Result<String> {
-        TokenDecoder::of(tokenizer)?.text(ids, &StopFlag::default())
+        tokenizer.decoder()?.text(ids, &StopFlag::default())
     }
 
     /// The words with this decoder.

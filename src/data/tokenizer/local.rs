@@ -1,25 +1,23 @@
 //! A tokenizer in the process that runs it: in a sandbox where its file is foreign.
 
 use super::byte_level::ByteLevelBpe;
+use super::facts::Facts;
 use super::growth::Growth;
 use super::token::Token;
-use crate::data::chat::record::RecordRules;
 use crate::data::sandbox::{SandboxTask, guard};
 use crate::error::{Error, Result};
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 /// Turns text into token ids.
 pub(in crate::data) struct LocalTokenizer {
-    pub(super) kind: LocalKind,
-    pub(super) end_of_text: Option<u32>,
-    pub(super) begin_of_text: Vec<u32>,
-    pub(super) rules: Arc<RecordRules>,
+    kind: LocalKind,
+    end_of_text: Option<u32>,
+    begin_of_text: Vec<u32>,
 }
 
 /// Where ids come from.
-pub(super) enum LocalKind {
+pub(in crate::data) enum LocalKind {
     /// The data are token ids already.
     Absent,
     /// Vocabulary 256, the id is the byte.
@@ -28,7 +26,7 @@ pub(super) enum LocalKind {
 }
 
 /// The library's tokenizer.
-pub(super) struct TokenizerModel {
+pub(in crate::data) struct TokenizerModel {
     path: PathBuf,
     tokenizer: tokenizers::Tokenizer,
     /// The faster way, if there is one.
@@ -37,9 +35,9 @@ pub(super) struct TokenizerModel {
 }
 
 impl LocalTokenizer {
-    /// How records are read.
-    pub(in crate::data) fn rules(&self) -> &RecordRules {
-        &self.rules
+    /// The tokenizer with the ends of documents that `facts` name.
+    pub(in crate::data) fn new(kind: LocalKind, facts: &Facts) -> Self {
+        Self { kind, end_of_text: facts.end_of_text, begin_of_text: facts.begin_of_text.clone() }
     }
 
     /// The id that separates documents, if there is one.

@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::path::PathBuf;
 
 /// Maximum size of a tokenizer's file; the largest have some tens of megabytes.
-pub(super) const BYTES_MAX: u64 = 256 << 20;
+pub(in crate::data) const BYTES_MAX: u64 = 256 << 20;
 
 /// Key of `tokenizer_config.json` that describes added tokens by their ids.
 pub(super) const DECODER: &str = "added_tokens_decoder";

@@ -1,9 +1,8 @@
-//! The compute threads and the device's memory, as tasks of the compute stream access them.
+//! The compute threads, as tasks of the compute stream access them.
 #![allow(unsafe_code)]
 
 use super::kernels::Compute;
 use super::kernels::isa::KernelIsa;
-use crate::device::DeviceSlice;
 use crate::error::Result;
 use std::ptr::NonNull;
 
@@ -58,25 +57,4 @@ impl ComputeRef {
         // SAFETY: the device outlives the tasks of its streams, and the tasks of one stream run one after the other.
         unsafe { &mut *self.0.as_ptr() }
     }
-}
-
-/// The memory of `s` for reading. Call this only inside a task.
-///
-/// # Safety
-/// `s` came from this process's CPU device, the device is alive, and no other task writes the memory at the same time. Stream order and
-/// events ensure the last condition.
-pub(super) unsafe fn view<'a, T: bytemuck::Pod>(s: DeviceSlice) -> &'a [T] {
-    assert_eq!(size_of::<T>(), s.dtype().bytes());
-    // SAFETY: the caller upholds the contract; the address is aligned because allocations and slices are aligned.
-    unsafe { std::slice::from_raw_parts(s.addr() as *const T, s.elems()) }
-}
-
-/// The memory of `s` for writing. Call this only inside a task.
-///
-/// # Safety
-/// The conditions of [`view`], and no other task reads or writes the memory at the same time.
-pub(super) unsafe fn view_mut<'a, T: bytemuck::Pod>(s: DeviceSlice) -> &'a mut [T] {
-    assert_eq!(size_of::<T>(), s.dtype().bytes());
-    // SAFETY: the caller upholds the contract.
-    unsafe { std::slice::from_raw_parts_mut(s.addr() as *mut T, s.elems()) }
 }

@@ -1,86 +1,12 @@
 //! Launch of a kernel on the CPU's compute threads: selects its float format and lends it its operands.
 
 use super::CpuDevice;
-use super::compute::{ComputeRef, view, view_mut};
+use super::compute::ComputeRef;
 use super::kernels::Compute;
-use crate::device::{Checked, DeviceSlice, Kernel, Launch, Operand, Stream};
-use crate::dtype::Element;
+use super::kernels::arithmetic::{CpuArithmetic, by_float};
+use super::task_memory::TaskMemory;
+use crate::device::{Checked, Kernel, Launch, Stream};
 use crate::error::Result;
-use std::cell::Cell;
-
-/// The operands of one kernel, as its task accesses them.
-pub(super) struct TaskMemory<'a> {
-    operands: &'a [Operand],
-    /// One bit for each operand that has been lent for writing.
-    lent: Cell<u32>,
-}
-
-impl<'a> TaskMemory<'a> {
-    /// An operand that the kernel reads.
-    ///
-    /// # Panics
-    /// If the kernel has not declared the operand, or writes it.
-    pub(super) fn read<T: bytemuck::Pod>(&self, slice: DeviceSlice) -> &'a [T] {
-        assert!(self.find(slice, false).is_some() && self.find(slice, true).is_none(), "an operand that is read");
-        // SAFETY: a `TaskMemory` is made in the task of a checked kernel: the device owns the operands, none of them overlaps a written
-        // operand, and the order of the streams keeps other tasks away.
-        unsafe { view(slice) }
-    }
-
-    /// An operand that the kernel writes.
-    ///
-    /// # Panics
-    /// If the kernel has not declared the operand, or if it was lent before.
-    pub(super) fn write<T: bytemuck::Pod>(&self, slice: DeviceSlice) -> &'a mut [T] {
-        let index = self.find(slice, true).expect("an operand that is written");
-        let lent = self.lent.replace(self.lent.get() | 1 << index);
-        assert!(lent >> index & 1 == 0, "an operand that is written is lent once");
-        // SAFETY: as above; the operand overlaps no other operand, and it is lent only once.
-        unsafe { view_mut(slice) }
-    }
-
-    /// An operand that an earlier part of the kernel has written.
-    ///
-    /// # Panics
-    /// If the kernel does not write the operand.
-    pub(super) fn written<T: bytemuck::Pod>(&self, slice: DeviceSlice) -> &'a [T] {
-        assert!(self.find(slice, true).is_some(), "an operand that is written");
-        // SAFETY: as above; the part of the kernel that wrote the operand has returned, and a kernel does not keep its operands.
-        unsafe { view(slice) }
-    }
-
-    fn find(&self, slice: DeviceSlice, written: bool) -> Option<usize> {
-        let fits = |operand: &Operand| operand.slice == Some(slice) && operand.access.writes() == written;
-        self.operands.iter().position(fits)
-    }
-}
-
-/// A kernel's arithmetic on the CPU in one float format; operands with a fixed format keep theirs.
-pub(super) trait CpuArithmetic: Kernel {
-    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>);
-}
-
-/// Compiles `$body` for each float format and runs the one for `$dtype`.
-macro_rules! by_float {
-    ($dtype:expr, $t:ident => $body:expr) => {
-        match $dtype {
-            $crate::dtype::Dtype::Float32 => {
-                type $t = f32;
-                $body
-            }
-            $crate::dtype::Dtype::Bfloat16 => {
-                type $t = half::bf16;
-                $body
-            }
-            $crate::dtype::Dtype::Float16 => {
-                type $t = half::f16;
-                $body
-            }
-            other => Err($crate::error::Error::Unsupported(format!("arithmetic on {other}"))),
-        }
-    };
-}
-pub(super) use by_float;
 
 impl<K: CpuArithmetic> Launch<K> for CpuDevice {
     fn accept(&mut self, kernel: Checked<K>) -> Result<()> {
@@ -110,7 +36,7 @@ impl CpuDevice {
         let kernel = *kernel;
         self.enqueue(kernel.stream(), K::NAME, move || {
             let operands = kernel.operands();
-            run(kernel, &TaskMemory { operands: operands.as_ref(), lent: Cell::new(0) });
+            run(kernel, &TaskMemory::new(operands.as_ref()));
         })
     }
 }
@@ -119,8 +45,9 @@ impl CpuDevice {
 mod tests {
     use super::*;
     use crate::device::cpu::StreamOrder;
+    use crate::device::cpu::task_memory::{view, view_mut};
     use crate::device::*;
-    use crate::dtype::Dtype;
+    use crate::dtype::{Dtype, Element};
     use crate::host::pinned::HostMemory;
     use crate::memory::MemorySpace;
     use crate::optim::norm::BLOCK;
@@ -249,7 +176,7 @@ mod tests {
         let kernel = Gelu { x, out };
         let refused = |lend: fn(&TaskMemory<'_>, Gelu)| {
             let operands = kernel.operands();
-            let memory = TaskMemory { operands: operands.as_ref(), lent: Cell::new(0) };
+            let memory = TaskMemory::new(operands.as_ref());
             std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| lend(&memory, kernel))).is_err()
         };
         assert!(!refused(|memory, gelu| _ = (memory.read::<f32>(gelu.x), memory.read::<f32>(gelu.x), memory.write::<f32>(gelu.out))));

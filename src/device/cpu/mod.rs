@@ -16,6 +16,7 @@ pub(crate) use peers::ROOM_OPS;
 #[cfg(test)]
 pub(crate) mod nccl_stand_in;
 mod stream;
+mod task_memory;
 mod team;
 
 use super::slice::Allocated;

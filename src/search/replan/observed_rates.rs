@@ -1,8 +1,8 @@
 //! Measured rates of a run, as far as its plan assumes them: those that vary between hosts and hours, and the fraction of clipped steps.
 
-use crate::engine::counters::Exposed;
 use crate::engine::executor::StepReport;
-use crate::engine::verdict::Verdict;
+use crate::engine::protocol::counters::Exposed;
+use crate::engine::protocol::verdict::Verdict;
 use crate::hardware::rates::Rates;
 use crate::simulate::clip::Clip;
 use crate::simulate::outcome::Outcome;
@@ -150,8 +150,8 @@ impl RecentSteps {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::coordinator::Counts;
-    use crate::engine::counters::Counters;
+    use crate::engine::protocol::coordinator::Counts;
+    use crate::engine::protocol::counters::Counters;
     use crate::hardware::rates::tests::round_rates;
     use crate::optim::moments::Moments;
     use crate::optim::simd::Isa;

@@ -2,13 +2,14 @@
 //! tiles of [`matmul`](super::matmul). A masked key inside the key range of a query's group has probability 0 and is still multiplied, so
 //! it affects the result only if its value is not finite.
 
+use super::arithmetic::CpuArithmetic;
 use super::isa::vectorised;
 use super::math::{exp, soft_capped};
 use super::panels::{A_PANEL, B_PANEL, PanelOperand, Panels, multiply, packed_elems};
 use super::reduce::{fold, max};
 use super::split::{Chunks, MatMut};
 use super::{Arena, Compute, KernelIsa};
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{AttentionForward, AttentionShape};
 use crate::dtype::Element;
 use std::ops::Range;

@@ -6,6 +6,7 @@
 //! With blocks of queries and keys, each block has its own sum. The sum of a block is rounded to the format and added to the sums of the
 //! earlier blocks, as [`AddKeyGradients`](crate::device::AddKeyGradients) adds it. The total is rounded at the end.
 
+use super::arithmetic::CpuArithmetic;
 use super::attention::{HeadInput, QUERIES, query_groups};
 use super::isa::vectorised;
 use super::math::{exp, soft_capped};
@@ -13,7 +14,7 @@ use super::panels::{A_PANEL, B_PANEL, PanelOperand, Panels, multiply};
 use super::reduce::{fold2, store};
 use super::split::{Chunks, MatMut};
 use super::{Arena, Compute, KernelIsa};
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{AttentionBackward, AttentionShape};
 use crate::dtype::Element;
 use std::ops::Range;

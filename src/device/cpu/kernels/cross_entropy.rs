@@ -1,11 +1,12 @@
 //! Cross-entropy over the vocabulary, one tile of logits at a time.
 
 use super::Compute;
+use super::arithmetic::CpuArithmetic;
 use super::isa::vectorised;
 use super::math::{exp, soft_capped};
 use super::reduce::{fold, max};
 use super::split::Chunks;
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats};
 use crate::dtype::Element;
 

@@ -1,11 +1,12 @@
 //! Token and position embeddings.
 
+use super::arithmetic::{CpuArithmetic, by_float};
 use super::isa::vectorised;
 use super::pointwise::add_elems;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK, SUMS};
 use crate::device::cpu::CpuDevice;
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory, by_float};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{Checked, Embed, EmbedBackward, Kernel, Launch, ScatterRows};
 use crate::dtype::Element;
 use crate::error::Result;

@@ -1,12 +1,13 @@
 //! Activations, biases and gradients between the two matrix products of experts.
 
+use super::arithmetic::CpuArithmetic;
 use super::isa::vectorised;
 use super::math::sigmoid;
 use super::pointwise::add_elems;
 use super::reduce::fold2;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot};
 use crate::dtype::Element;
 

@@ -1,10 +1,11 @@
 //! Matrix products of experts: one for each expert, over the rows of its segment.
 
+use super::arithmetic::CpuArithmetic;
 use super::matmul::{matmul, reserve};
 use super::reduce::store;
 use super::split::Chunks;
 use super::{Compute, SUMS};
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{GroupedMatmul, GroupedShape, MatmulLayout, MatmulShape, SegmentSums};
 use crate::dtype::Element;
 use std::ops::Range;

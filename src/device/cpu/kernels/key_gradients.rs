@@ -1,9 +1,10 @@
 //! Gradients of keys and values, accumulated over blocks of queries.
 
+use super::arithmetic::CpuArithmetic;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
 use crate::device::AddKeyGradients;
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::dtype::Element;
 
 impl CpuArithmetic for AddKeyGradients {

@@ -1,11 +1,12 @@
 //! Matrix multiplication. See [`panels`](super::panels) for the order of summation.
 
+use super::arithmetic::CpuArithmetic;
 use super::isa::KernelIsa;
 use super::panels::{A_PANEL, B_PANEL, PanelOperand, Panels, multiply, packed_elems};
 use super::pointwise::copy;
 use super::split::{Chunks, MatMut};
 use super::{Arena, Compute, reduce};
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{Matmul, MatmulLayout, MatmulShape, ScaledMatmul};
 use crate::dtype::{Dtype, E4m3, E5m2, Element};
 

@@ -3,6 +3,7 @@
 //! Every output element and every sum has one fixed order, so results do not depend on the number of threads, on timing or on the
 //! instruction set. Block sizes follow from shapes alone.
 
+pub(super) mod arithmetic;
 pub(crate) mod attention;
 pub(crate) mod attention_backward;
 pub(crate) mod cross_entropy;

@@ -1,11 +1,12 @@
 //! RMS and layer normalisation by rows. The backward pass reads each row once: it adds the gradient of the input and sums the gradients of
 //! the parameters.
 
+use super::arithmetic::CpuArithmetic;
 use super::isa::vectorised;
 use super::reduce::{fold, fold2, fold3, row_blocks};
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
 use crate::dtype::Element;
 

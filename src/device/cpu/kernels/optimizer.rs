@@ -1,10 +1,11 @@
 //! The optimizer on device memory: the passes of [`crate::optim`] on the compute threads.
 
 use super::Compute;
+use super::arithmetic::by_float;
 use super::isa::vectorised;
 use super::split::Chunks;
 use crate::device::cpu::CpuDevice;
-use crate::device::cpu::launch::{TaskMemory, by_float};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{Adam, Checked, GradNormPartials, Launch, Stream};
 use crate::dtype::{Dtype, Element};
 use crate::error::Result;

@@ -1,10 +1,11 @@
 //! Elementwise kernels.
 
+use super::arithmetic::CpuArithmetic;
 use super::isa::{KernelIsa, vectorised};
 use super::math::sigmoid;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, Swiglu, SwigluBackward};
 use crate::dtype::Element;
 

@@ -1,11 +1,12 @@
 //! RMS normalisation of queries and keys before the rotation, over each head or over all heads of a token.
 
+use super::arithmetic::CpuArithmetic;
 use super::isa::vectorised;
 use super::norm::{factor, rms_norm_gradient, rms_norm_mean, rms_norm_row};
 use super::reduce::row_blocks;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{AttentionShape, QkNorm, QkNormBackward};
 use crate::dtype::Element;
 

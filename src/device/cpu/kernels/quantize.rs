@@ -1,9 +1,10 @@
 //! Quantization of 16-bit floats to 8-bit floats and their scale.
 
+use super::arithmetic::CpuArithmetic;
 use super::pointwise::BLOCK_ELEMS;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{AbsMaxScale, Quantize, ScaleCell, WithScale, WritesMatrix, scale_of};
 use crate::dtype::{Dtype, E4m3, E5m2, Element};
 

@@ -3,11 +3,12 @@
 //! Along a row: sixteen partial sums, of which number `l` adds the elements `l`, `l + 16`, ... in ascending order, then a fixed tree. Down
 //! the columns: blocks of [`ROW_BLOCK`] rows, each summed in ascending order, then the blocks in ascending order.
 
+use super::arithmetic::CpuArithmetic;
 use super::isa::vectorised;
 use super::split::{Chunks, Split};
 use super::{Compute, ROW_BLOCK};
 use crate::device::BiasBackward;
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::dtype::Element;
 
 const LANES: usize = 16;

@@ -1,9 +1,10 @@
 //! Rotary position embedding.
 
+use super::arithmetic::CpuArithmetic;
 use super::isa::vectorised;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{AttentionShape, Rope};
 use crate::dtype::Element;
 

@@ -1,11 +1,12 @@
 //! The router of a mixture of experts: expert choices, their order by expert, dispatch and combination.
 
+use super::arithmetic::CpuArithmetic;
 use super::isa::vectorised;
 use super::math::exp;
 use super::matmul::matmul;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK, SUMS};
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{Combine, Dispatch, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments};
 use crate::dtype::Element;
 

@@ -1,10 +1,11 @@
 //! Attention sinks, applied after attention.
 
+use super::arithmetic::CpuArithmetic;
 use super::math::exp;
 use super::reduce::fold2;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{AttentionShape, Sinks, SinksBackward};
 use crate::dtype::Element;
 

@@ -1,8 +1,9 @@
 //! Sums of gradients: in fp32, in the order of the parts, rounded once.
 
+use super::arithmetic::by_float;
 use super::isa::{KernelIsa, vectorised};
 use crate::device::cpu::CpuDevice;
-use crate::device::cpu::launch::{TaskMemory, by_float};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{Checked, Launch, SumSlices};
 use crate::dtype::Element;
 use crate::error::Result;

@@ -1,9 +1,10 @@
 //! Casts and filling.
 
 use super::Compute;
+use super::arithmetic::{CpuArithmetic, by_float};
 use super::pointwise::{cast, cast_elems, zero};
 use crate::device::cpu::CpuDevice;
-use crate::device::cpu::launch::{CpuArithmetic, TaskMemory, by_float};
+use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{Cast, Checked, Launch, Poke, Stream, Zero};
 use crate::dtype::{Dtype, Element};
 use crate::error::{Error, Result};

@@ -1,0 +1,98 @@
+//! The samples of a record: their tokens and masks.
+
+use super::boundary_tokens::{missing_begin, missing_end};
+use super::diagnostics::{RecordRemarks, RecordSamples};
+use super::documents::UNTRAINED;
+use super::marked_text::TextPiece;
+use super::token_spans::{MaskedTokens, has_end, masked};
+use crate::data::chat::record::Content;
+use crate::data::chat::sample::{ChatSample, ChatSamples};
+use crate::data::tokenizer::{LocalTokenizer, Token, floor_boundary};
+use crate::error::Result;
+
+/// The tokens of those samples of a record that are trained.
+///
+/// # Errors
+/// The tokenizer's.
+pub(in crate::data) fn trained_samples(content: Content, tokenizer: &LocalTokenizer) -> Result<RecordSamples> {
+    let is_trained = |sample: &Vec<u32>| sample.iter().skip(1).any(|token| token & UNTRAINED == 0);
+    let mut found = samples(content, tokenizer)?;
+    found.samples.retain(is_trained);
+    Ok(found)
+}
+
+/// The tokens of a record's samples. The first token of a sample is nobody's target, whether it is trained or not.
+fn samples(content: Content, tokenizer: &LocalTokenizer) -> Result<RecordSamples> {
+    let marked = |id: u32, is_trained: bool| if is_trained { id } else { id | UNTRAINED };
+    let document = |sample: Vec<u32>| RecordSamples { samples: vec![sample], ..RecordSamples::default() };
+    match content {
+        Content::Rendered(chat) => rendered(&chat, tokenizer),
+        Content::Completed(sample) => {
+            let MaskedTokens { tokens, crossing } = masked(&sample, tokenizer)?;
+            let found = document(whole(&ids(&tokens).collect::<Vec<_>>(), tokenizer));
+            Ok(RecordSamples { remarks: RecordRemarks { crossing, ..found.remarks }, ..found })
+        }
+        Content::Text(text) => Ok(document(whole(&tokenizer.encode(&text)?, tokenizer))),
+        Content::Ids(ids) => Ok(document(ids.into_iter().map(|(id, is_trained)| marked(id, is_trained)).collect())),
+    }
+}
+
+/// A document of `tokens` with the begin and the end of text that it lacks.
+fn whole(tokens: &[u32], tokenizer: &LocalTokenizer) -> Vec<u32> {
+    let begin = missing_begin(tokens, tokenizer.begin_of_text()).iter().map(|id| id | UNTRAINED);
+    begin.chain(tokens.iter().copied()).chain(missing_end(tokens, tokenizer.end_of_text())).collect()
+}
+
+/// The samples of a conversation.
+fn rendered(chat: &ChatSamples, tokenizer: &LocalTokenizer) -> Result<RecordSamples> {
+    let &ChatSamples { is_unasked, loses_reasoning, .. } = chat;
+    let remarks = RecordRemarks { is_unasked, loses_reasoning, ..RecordRemarks::default() };
+    let mut found = RecordSamples { samples: Vec::with_capacity(chat.samples.len()), remarks };
+    for sample in &chat.samples {
+        let MaskedTokens { tokens, crossing } = masked(sample, tokenizer)?;
+        found.remarks.crossing += crossing;
+        found.remarks.is_endless |= tokenizer.has_added_tokens() && !has_end(sample, &tokens, tokenizer);
+        found.samples.push(ids(&tokens).collect());
+    }
+    Ok(found)
+}
+
+/// Ids as the data has them.
+fn ids(tokens: &[(Token, bool)]) -> impl Iterator<Item = u32> {
+    tokens.iter().map(|(token, is_trained)| if *is_trained { token.id } else { token.id | UNTRAINED })
+}
+
+/// The samples of a record in text: for each the number of its tokens, and which text is trained.
+///
+/// # Errors
+/// The tokenizer's.
+pub(in crate::data) fn shown(content: Content, tokenizer: &LocalTokenizer) -> Result<Vec<(usize, Vec<TextPiece>)>> {
+    let named = |id: u32, trained| TextPiece { text: tokenizer.name_of(id), trained };
+    let around = |sample: &ChatSample| {
+        let (tokens, pieces) = text_pieces(sample, tokenizer)?;
+        let ids: Vec<u32> = ids(&masked(sample, tokenizer)?.tokens).collect();
+        let (begin, end) = (missing_begin(&ids, tokenizer.begin_of_text()), missing_end(&ids, tokenizer.end_of_text()));
+        let all = begin.iter().map(|id| named(*id, false)).chain(pieces).chain(end.map(|id| named(id, true)));
+        Ok((tokens + begin.len() + usize::from(end.is_some()), all.collect()))
+    };
+    match content {
+        Content::Rendered(chat) => chat.samples.iter().map(|sample| text_pieces(sample, tokenizer)).collect(),
+        Content::Completed(sample) => Ok(vec![around(&sample)?]),
+        Content::Text(text) => Ok(vec![around(&ChatSample::trained_from(0, text))?]),
+        Content::Ids(ids) => Ok(vec![(ids.len(), ids.into_iter().map(|(id, is_trained)| named(id, is_trained)).collect())]),
+    }
+}
+
+/// A sample's text, token by token; text without a token goes with the next token.
+fn text_pieces(sample: &ChatSample, tokenizer: &LocalTokenizer) -> Result<(usize, Vec<TextPiece>)> {
+    let (MaskedTokens { tokens, .. }, text, mut done) = (masked(sample, tokenizer)?, &sample.text, 0);
+    let mut pieces = Vec::with_capacity(tokens.len());
+    for (Token { id, start, end }, trained) in &tokens {
+        let is_appended = *start as usize == text.len();
+        let end = floor_boundary(text, *end as usize).max(done);
+        let text = if is_appended { tokenizer.name_of(*id) } else { text[done..end].into() };
+        pieces.push(TextPiece { text, trained: *trained });
+        done = end;
+    }
+    Ok((tokens.len(), pieces))
+}

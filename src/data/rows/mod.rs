@@ -1,0 +1,10 @@
+//! The stream of tokens, the documents in it, and their division into rows and micro-batches.
+
+pub(crate) mod batch;
+pub(super) mod best_fit;
+pub(super) mod bounds;
+pub(super) mod duplicate_text;
+pub(crate) mod hold_out;
+pub(super) mod lengths;
+pub(crate) mod row_table;
+pub(crate) mod token_stream;

@@ -1,0 +1,551 @@
+//! Rows of whole documents: cutting of documents that are longer than a row, grouping of documents, and positions of tokens in a row.
+//!
+//! A document of text is its tokens, and the end-of-text token is the target of its last one, which is so never read. A record is as it
+//! stands; nothing follows its last token. Documents without a trained target are left out: they would change nothing.
+
+use super::batch::BatchRow;
+use super::best_fit::best_fit_decreasing;
+use super::bounds::{Bounds, DocumentBounds};
+use super::hold_out::Side;
+use super::token_stream::TokenStream;
+use crate::data::context::Preparation;
+use crate::error::{Error, Result};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+
+/// Parts of documents in a run at most: their table is in memory, and the plan counts it.
+const PARTS_MAX: u64 = 1 << 24;
+/// No record with a token is shorter.
+const DOCUMENT_BYTES_MIN: u64 = 10;
+/// The target of a token that nothing follows.
+const NO_TARGET: i32 = -1;
+
+/// How documents become rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Packing {
+    /// `bfd` for chats, prompts with completions and instructions, else `wrapped`.
+    Auto,
+    /// One stream of text, cut into rows: rows may begin and end within a document, and attention crosses documents.
+    Wrapped,
+    /// Best-fit decreasing: as many whole documents in a row as fit, each with separate attention.
+    Bfd,
+    /// One document in a row, followed by padding.
+    Off,
+}
+
+/// Treatment of a document that is longer than a row of [`Packing::Bfd`] or [`Packing::Off`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Overlong {
+    /// Text is split, records are truncated.
+    Auto,
+    /// Keep the first tokens.
+    Truncate,
+    /// Split the document into row-sized documents.
+    Split,
+    /// Leave the document out.
+    Drop,
+}
+
+/// How tokens become rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowRules {
+    /// Tokens of a row.
+    pub seq_length: usize,
+    /// How documents become rows.
+    pub packing: Packing,
+    /// Treatment of documents that are longer than a row.
+    pub overlong: Overlong,
+}
+
+/// A document, or a part of one, in a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct DocumentPart {
+    /// Its first token's place in the stream.
+    start: u64,
+    /// At least 1.
+    tokens: u32,
+    /// The target of its last token.
+    next: i32,
+}
+
+/// Which documents are in which row.
+pub(in crate::data) struct RowTable {
+    /// Row after row.
+    parts: Vec<DocumentPart>,
+    /// For each row the parts up to its end.
+    ends: Vec<u32>,
+    /// The token id of padding.
+    padding: i32,
+    /// Summary of packing for people.
+    became: String,
+}
+
+/// Numbers of documents by their treatment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct PackingCounts {
+    documents: u64,
+    truncated: u64,
+    split: u64,
+    dropped: u64,
+    untrained: u64,
+}
+
+impl PackingCounts {
+    /// Whether more than one in a hundred documents lacks something.
+    fn loses_much(self) -> bool {
+        100 * (self.truncated + self.untrained) > self.documents + self.untrained
+    }
+}
+
+impl fmt::Display for Packing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Wrapped => "wrapped",
+            Self::Bfd => "bfd",
+            Self::Off => "off",
+        })
+    }
+}
+
+impl Packing {
+    /// Whether rows are cut from one stream. So they are where nobody has looked at the data yet.
+    pub(crate) fn is_cut(self) -> bool {
+        matches!(self, Self::Auto | Self::Wrapped)
+    }
+}
+
+impl RowRules {
+    /// One stream, cut into rows of `seq_length` tokens.
+    pub fn wrapped(seq_length: usize) -> Self {
+        Self { seq_length, packing: Packing::Wrapped, overlong: Overlong::Auto }
+    }
+
+    /// Host memory that the table of rows takes at most, of `text` bytes of text.
+    pub(in crate::data) fn table_bytes(self, text: u64) -> u64 {
+        let parts = (text / DOCUMENT_BYTES_MIN + text / self.seq_length.max(1) as u64).min(PARTS_MAX);
+        if self.packing.is_cut() { 0 } else { parts * (size_of::<DocumentPart>() + size_of::<u32>()) as u64 }
+    }
+
+    /// Rows of `text` bytes of text and `ids` token ids, at most.
+    pub(in crate::data) fn rows_max(self, text: u64, ids: u64) -> u64 {
+        let cut = (text + ids) / self.seq_length.max(1) as u64;
+        if self.packing.is_cut() { cut } else { (cut + text / DOCUMENT_BYTES_MIN).min(PARTS_MAX) }
+    }
+}
+
+/// Documents on their way into rows.
+struct Packer<'a> {
+    stream: &'a TokenStream,
+    rules: RowRules,
+    /// The token that follows a document of text.
+    end_of_text: i32,
+    /// Whether every token of the stream is trained.
+    is_all_trained: bool,
+    tokens: Vec<i32>,
+    parts: Vec<DocumentPart>,
+    counts: PackingCounts,
+}
+
+impl Packer<'_> {
+    fn add(&mut self, DocumentBounds { tokens, is_record, .. }: DocumentBounds) -> Result<()> {
+        let (length, row, before) = (tokens.end - tokens.start, self.rules.seq_length as u64, self.parts.len());
+        let next = if is_record { NO_TARGET } else { self.end_of_text };
+        match self.rules.overlong {
+            _ if length == 0 => return Ok(()),
+            _ if length <= row => self.part(tokens.start, length, next)?,
+            Overlong::Drop => {
+                self.counts.dropped += 1;
+                return Ok(());
+            }
+            overlong if overlong == Overlong::Truncate || overlong == Overlong::Auto && is_record => {
+                self.counts.truncated += 1;
+                self.part(tokens.start, row, NO_TARGET)?;
+            }
+            _ => {
+                self.counts.split += 1;
+                self.split(tokens, next)?;
+            }
+        }
+        let is_in = self.parts.len() > before;
+        self.counts.documents += u64::from(is_in);
+        self.counts.untrained += u64::from(!is_in);
+        if self.parts.len() as u64 <= PARTS_MAX { Ok(()) } else { Err(too_many(self.rules.packing)) }
+    }
+
+    /// Every row's worth of a document; the first token of each is the target of the last of the one before.
+    fn split(&mut self, tokens: Range<u64>, next: i32) -> Result<()> {
+        let row = self.rules.seq_length as u64;
+        for start in tokens.clone().step_by(row as usize) {
+            let left = tokens.end - start;
+            let next = if left > row { self.token(start + row)? } else { next };
+            self.part(start, left.min(row), next)?;
+        }
+        Ok(())
+    }
+
+    /// A part of a document, unless none of its targets is trained.
+    fn part(&mut self, start: u64, tokens: u64, next: i32) -> Result<()> {
+        if next >= 0 || self.is_trained(start, tokens as usize)? {
+            self.parts.push(DocumentPart { start, tokens: tokens as u32, next });
+        }
+        Ok(())
+    }
+
+    /// Whether a token after the first of a document's is.
+    fn is_trained(&mut self, start: u64, tokens: usize) -> Result<bool> {
+        if self.is_all_trained || tokens < 2 {
+            return Ok(tokens >= 2);
+        }
+        let targets = &mut self.tokens[1..tokens];
+        self.stream.read(start as usize + 1, targets)?;
+        Ok(targets.iter().any(|target| *target >= 0))
+    }
+
+    /// The token at `at`, as a target.
+    fn token(&self, at: u64) -> Result<i32> {
+        let mut token = [0];
+        self.stream.read(at as usize, &mut token)?;
+        Ok(token[0].max(NO_TARGET))
+    }
+}
+
+fn too_many(packing: Packing) -> Error {
+    Error::Unsupported(format!("--packing {packing} with more than {PARTS_MAX} documents; use --packing wrapped"))
+}
+
+impl RowTable {
+    /// Packs the documents of `side` of `stream`, which begin and end at `bounds`; `untrained` tokens of it are not trained. `None` where
+    /// no row comes of it. A person hears what became of documents.
+    ///
+    /// # Errors
+    /// When the tokens cannot be read; `Unsupported` for too many documents; `Interrupted`.
+    pub(in crate::data) fn new(
+        stream: &TokenStream,
+        bounds: &Bounds,
+        side: Side<'_>,
+        rules: RowRules,
+        (end_of_text, untrained): (Option<u32>, u64),
+        preparation: &mut Preparation<'_>,
+    ) -> Result<Option<Self>> {
+        let RowRules { seq_length, packing, .. } = rules;
+        let mut packer = Packer {
+            stream,
+            rules,
+            end_of_text: end_of_text.map_or(NO_TARGET, |id| id as i32),
+            is_all_trained: untrained == 0,
+            tokens: vec![0; seq_length],
+            parts: Vec::new(),
+            counts: PackingCounts::default(),
+        };
+        let mut number = 0;
+        bounds.for_each(preparation, |document| {
+            let is_in = side.has(number);
+            number += 1;
+            if is_in { packer.add(document) } else { Ok(()) }
+        })?;
+        let Packer { parts, counts, .. } = packer;
+        let mut table = Self::of(parts, packing, seq_length as u32, end_of_text.map_or(0, |id| id as i32));
+        if table.ends.is_empty() {
+            return Ok(None);
+        }
+        table.became = table.describe(rules, counts);
+        match rules.overlong == Overlong::Auto && counts.loses_much() {
+            true => preparation.warn(format!("{}; a larger --seq-length keeps more of them", table.became)),
+            false => preparation.detail(table.became.clone()),
+        }
+        Ok(Some(table))
+    }
+
+    fn of(parts: Vec<DocumentPart>, packing: Packing, seq_length: u32, padding: i32) -> Self {
+        if packing != Packing::Bfd {
+            return Self { ends: (1..=parts.len() as u32).collect(), parts, padding, became: String::new() };
+        }
+        let lengths: Vec<u32> = parts.iter().map(|part| part.tokens).collect();
+        let rows = best_fit_decreasing(&lengths, seq_length);
+        let mut order: Vec<u32> = (0..parts.len() as u32).collect();
+        order.sort_by_key(|idx| rows[*idx as usize]);
+        let mut ends = vec![0; rows.iter().max().map_or(0, |last| *last as usize + 1)];
+        (1..).zip(&order).for_each(|(end, idx)| ends[rows[*idx as usize] as usize] = end);
+        Self { parts: order.into_iter().map(|idx| parts[idx as usize]).collect(), ends, padding, became: String::new() }
+    }
+
+    pub(in crate::data) fn became(&self) -> &str {
+        &self.became
+    }
+
+    pub(in crate::data) fn rows(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// How many documents, or parts of such, have which length.
+    pub(in crate::data) fn lengths(&self) -> BTreeMap<usize, usize> {
+        let mut lengths = BTreeMap::new();
+        self.parts.iter().for_each(|part| *lengths.entry(part.tokens as usize).or_default() += 1);
+        lengths
+    }
+
+    /// Writes row `row`. Does not allocate.
+    ///
+    /// # Errors
+    /// When the tokens cannot be read any more.
+    ///
+    /// # Panics
+    /// If there is no such row, or it is shorter than this table's.
+    pub(in crate::data) fn read(&self, stream: &TokenStream, row: usize, out: BatchRow<'_>) -> Result<()> {
+        let BatchRow { tokens, targets, positions, mut documents } = out;
+        let first = row.checked_sub(1).map_or(0, |before| self.ends[before]);
+        let mut column = 0;
+        let mut begin = |column: usize, end: usize| {
+            (0..).zip(&mut positions[column..end]).for_each(|(place, position)| *position = place);
+            documents.iter_mut().for_each(|documents| documents[column..end].fill(column as i32));
+        };
+        for part in &self.parts[first as usize..self.ends[row] as usize] {
+            let end = column + part.tokens as usize;
+            stream.read(part.start as usize, &mut tokens[column..end])?;
+            targets[column..end - 1].copy_from_slice(&tokens[column + 1..end]);
+            targets[end - 1] = part.next;
+            begin(column, end);
+            column = end;
+        }
+        begin(column, tokens.len());
+        tokens[..column].iter_mut().for_each(|token| *token &= i32::MAX);
+        targets[..column].iter_mut().for_each(|target| *target = (*target).max(NO_TARGET));
+        tokens[column..].fill(self.padding);
+        targets[column..].fill(NO_TARGET);
+        Ok(())
+    }
+
+    /// `packing bfd: 120 documents in 31 rows, 3.1 % padding`, and the numbers of documents that were cut or left out.
+    fn describe(&self, RowRules { seq_length, packing, .. }: RowRules, counts: PackingCounts) -> String {
+        let PackingCounts { documents, truncated, split, dropped, untrained } = counts;
+        let tokens: u64 = self.parts.iter().map(|part| u64::from(part.tokens)).sum();
+        let (rows, all) = (self.rows(), (self.rows() * seq_length) as f64);
+        let padding = 100.0 * (1.0 - tokens as f64 / all);
+        let all = [
+            (split, "longer than a row and split"),
+            (truncated, "longer than a row and truncated"),
+            (dropped, "longer than a row and left out"),
+            (untrained, "without a trained token in it and left out"),
+        ];
+        let odd: String = all.into_iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("; {count} {what}")).collect();
+        format!("packing {packing}: {documents} documents in {rows} rows, {padding:.1} % padding{odd}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::dataset::Dataset;
+    use crate::data::encode::tokenizer_handle::Tokenizer;
+    use crate::data::loader::{DataPosition, Loader};
+    use crate::data::rows::batch::{Batch, Batches, arrays};
+    use crate::data::tokenizer::AddBos;
+    use crate::progress_event::ProgressEvent;
+    use crate::signals::StopFlag;
+    use proptest::prelude::*;
+    use serde_json::json;
+    use std::path::PathBuf;
+    use std::sync::Arc;
+
+    /// The end-of-text token of these tests.
+    const END: i32 = 300;
+    const VOCAB: usize = 301;
+    /// Ids that tests of counted tokens need.
+    const VOCAB_OF_COUNTING: usize = 2000;
+
+    fn rules(seq_length: usize, packing: Packing) -> RowRules {
+        RowRules { packing, ..RowRules::wrapped(seq_length) }
+    }
+
+    /// Records of these token ids and labels, in a file.
+    fn records(dir: &tempfile::TempDir, records: &[serde_json::Value]) -> PathBuf {
+        let path = dir.path().join("records.jsonl");
+        std::fs::write(&path, records.iter().map(|record| format!("{record}\n")).collect::<String>()).unwrap();
+        path
+    }
+
+    fn texts(dir: &tempfile::TempDir, texts: &[&str]) -> PathBuf {
+        let path = dir.path().join("texts.jsonl");
+        std::fs::write(&path, texts.iter().map(|text| format!("{}\n", json!({"text": text}))).collect::<String>()).unwrap();
+        path
+    }
+
+    /// The data, and the messages to the user.
+    fn open(paths: &[PathBuf], rules: RowRules) -> (Result<Dataset>, Vec<String>) {
+        let (tokenizer, mut messages) = (Tokenizer::bytes_with(Some("300"), AddBos::No, Arc::default()).unwrap(), Vec::new());
+        let dir = tempfile::tempdir().unwrap();
+        let log = |event: ProgressEvent<'_>| {
+            if let ProgressEvent::Note(line) | ProgressEvent::Detail(line) | ProgressEvent::Warn(line) = event {
+                messages.push(line.to_string());
+            }
+        };
+        let mut preparation = Preparation::new(&StopFlag::default(), None, Some(dir.path().into()), log);
+        let dataset = Dataset::open(paths, &tokenizer, VOCAB, rules, &mut preparation);
+        drop(preparation);
+        (dataset, messages)
+    }
+
+    /// A token of a row: id, target, position, where its document begins.
+    type Cell = [i32; 4];
+
+    /// Every row of the data, in order.
+    fn rows(dataset: Dataset) -> Vec<Vec<Cell>> {
+        let (seq_length, rows) = (dataset.seq_length(), dataset.sequences());
+        let mut memory = vec![7; arrays(true) * seq_length * rows];
+        let mut batch = Batch::new(&mut memory, seq_length, true);
+        Loader::new(dataset, rows, 0, false, DataPosition::default()).unwrap().fill(&mut batch).unwrap();
+        batch.count_targets(VOCAB_OF_COUNTING).unwrap();
+        let documents = batch.documents.as_ref().unwrap();
+        let cells: Vec<Cell> =
+            (0..seq_length * rows).map(|at| [batch.tokens[at], batch.targets[at], batch.positions[at], documents[at]]).collect();
+        cells.chunks(seq_length).map(<[Cell]>::to_vec).collect()
+    }
+
+    #[test]
+    fn documents_keep_to_themselves_and_the_end_of_text_is_their_last_target() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = texts(&dir, &["abc", "", "d", "efgh"]);
+        let (dataset, messages) = open(std::slice::from_ref(&path), rules(6, Packing::Bfd));
+        let pad = |place, begin| [END, -1, place, begin];
+        let [a, b, c, d] = [97, 98, 99, 100];
+        let want = [
+            vec![[a, b, 0, 0], [b, c, 1, 0], [c, END, 2, 0], pad(0, 3), pad(1, 3), pad(2, 3)],
+            vec![[d, END, 0, 0], [101, 102, 0, 1], [102, 103, 1, 1], [103, 104, 2, 1], [104, END, 3, 1], pad(0, 5)],
+        ];
+        assert_eq!(rows(dataset.unwrap()), want);
+        assert_eq!(messages, ["packing bfd: 3 documents in 2 rows, 33.3 % padding"]);
+        let (dataset, messages) = open(&[path], rules(6, Packing::Off));
+        assert_eq!(rows(dataset.unwrap()).iter().map(|row| row[0][0]).collect::<Vec<_>>(), [a, d, 101]);
+        assert_eq!(messages, ["packing off: 3 documents in 3 rows, 55.6 % padding"]);
+    }
+
+    #[test]
+    fn a_record_is_as_it_stands_and_one_without_a_trained_target_is_left_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let labelled = |ids: &[i32], labels: &[i32]| json!({"input_ids": ids, "labels": labels});
+        let path = records(
+            &dir,
+            &[
+                labelled(&[1, 2, 3], &[1, -100, 3]),
+                // Truncated before the first token that is trained.
+                labelled(&[1, 2, 3, 4, 5], &[-100, -100, -100, -100, 5]),
+                labelled(&[6, 7, 8, 9], &[-100, 7, -100, -100]),
+            ],
+        );
+        let (dataset, messages) = open(&[path], rules(4, Packing::Off));
+        let rows = rows(dataset.unwrap());
+        let pairs: Vec<Vec<[i32; 2]>> = rows.iter().map(|row| row.iter().map(|cell| [cell[0], cell[1]]).collect()).collect();
+        assert_eq!(pairs, [[[1, -1], [2, 3], [3, -1], [END, -1]], [[6, 7], [7, -1], [8, -1], [9, -1]]]);
+        let odd = "; 1 longer than a row and truncated; 1 without a trained token in it and left out";
+        let remedy = "; a larger --seq-length keeps more of them";
+        assert_eq!(messages, [format!("packing off: 2 documents in 2 rows, 12.5 % padding{odd}{remedy}")]);
+    }
+
+    /// Ids and targets of the documents in one row each.
+    fn cut(paths: &[PathBuf], overlong: Overlong) -> (Vec<Vec<[i32; 2]>>, String) {
+        let (dataset, messages) = open(paths, RowRules { overlong, ..rules(4, Packing::Off) });
+        let filled = |row: Vec<Cell>| row.iter().map(|cell| [cell[0], cell[1]]).filter(|pair| *pair != [END, -1]).collect();
+        (rows(dataset.unwrap()).into_iter().map(filled).collect(), messages.concat())
+    }
+
+    #[test]
+    fn overlong_documents_are_split_truncated_or_dropped() {
+        let dir = tempfile::tempdir().unwrap();
+        let text = texts(&dir, &["abcd", "efghijklm"]);
+        let record = records(&dir, &[json!({"input_ids": [1, 2, 3, 4, 5, 6]}), json!({"input_ids": [7, 8, 9, 10]})]);
+        let first = vec![[97, 98], [98, 99], [99, 100], [100, END]];
+        let split = [
+            first.clone(),
+            vec![[101, 102], [102, 103], [103, 104], [104, 105]],
+            vec![[105, 106], [106, 107], [107, 108], [108, 109]],
+            vec![[109, END]],
+        ];
+        let truncated = vec![[1, 2], [2, 3], [3, 4], [4, -1]];
+        let last = vec![[7, 8], [8, 9], [9, 10], [10, -1]];
+        let (rows, messages) = cut(std::slice::from_ref(&text), Overlong::Auto);
+        assert!(
+            rows == split && messages.contains("2 documents in 4 rows") && messages.ends_with("; 1 longer than a row and split"),
+            "{messages}"
+        );
+        assert_eq!(cut(std::slice::from_ref(&text), Overlong::Split).0, split);
+        assert_eq!(cut(std::slice::from_ref(&text), Overlong::Truncate).0[1], [[101, 102], [102, 103], [103, 104], [104, -1]]);
+        let (rows, messages) = cut(std::slice::from_ref(&text), Overlong::Drop);
+        assert!(rows == [first] && messages.ends_with("; 1 longer than a row and left out"), "{messages}");
+        assert_eq!(cut(std::slice::from_ref(&record), Overlong::Auto).0, [truncated, last.clone()]);
+        assert_eq!(cut(std::slice::from_ref(&record), Overlong::Split).0[1], [[5, 6], [6, -1]]);
+        // Each file by its content.
+        let (rows, messages) = cut(&[text, record], Overlong::Auto);
+        assert!(
+            rows[..4] == split
+                && rows[5] == last
+                && messages.contains("row and split; 1 longer than a row and truncated; a larger --seq-length")
+        );
+    }
+
+    #[test]
+    fn whole_documents_are_refused_where_they_have_no_ends_or_nothing_is_left_of_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ids.u16.bin");
+        std::fs::write(&path, [0; 64]).unwrap();
+        let refused = open(&[path], rules(4, Packing::Bfd)).0.err().unwrap();
+        let message = refused.to_string();
+        assert!(refused.exit_code() == 2 && message.contains("ids.u16.bin") && message.contains("--packing wrapped"), "{message}");
+        let long = RowRules { overlong: Overlong::Drop, ..rules(2, Packing::Bfd) };
+        let nothing = open(&[texts(&dir, &["abc"])], long).0.err().unwrap().to_string();
+        assert!(nothing.contains("texts.jsonl: no document has a trained token in a row of 2; a larger --seq-length"), "{nothing}");
+        assert!(open(&[], rules(64, Packing::Off)).0.is_ok(), "the text that ships");
+    }
+
+    #[test]
+    fn the_table_is_no_larger_than_planned() {
+        let wrapped = RowRules::wrapped(8);
+        assert_eq!((wrapped.table_bytes(1 << 40), wrapped.rows_max(80, 8)), (0, 11));
+        let packed = rules(8, Packing::Bfd);
+        assert_eq!(packed.table_bytes(u64::MAX / 2), 20 << 24);
+        let dir = tempfile::tempdir().unwrap();
+        let path = texts(&dir, &["a"; 50]);
+        let text = path.metadata().unwrap().len();
+        for packing in [Packing::Bfd, Packing::Off] {
+            let rules = rules(1, packing);
+            let dataset = open(std::slice::from_ref(&path), rules).0.unwrap();
+            assert!(dataset.sequences() == 50 && rules.rows_max(text, 0) >= 50 && rules.table_bytes(text) >= 50 * 20);
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn every_token_is_read_once_and_its_successor_is_its_target(
+            lengths in prop::collection::vec(2..40i32, 1..30), seq_length in 1..24usize, is_bfd: bool, is_prepared: bool,
+        ) {
+            let starts = lengths.iter().scan(1, |next, length| Some(std::mem::replace(next, *next + length)));
+            let documents: Vec<Vec<i32>> = starts.zip(&lengths).map(|(start, length)| (start..start + length).collect()).collect();
+            let dir = tempfile::tempdir().unwrap();
+            let path = records(&dir, &documents.iter().map(|ids| json!({"input_ids": ids})).collect::<Vec<_>>());
+            let packing = if is_bfd { Packing::Bfd } else { Packing::Off };
+            let rules = RowRules { overlong: Overlong::Split, ..rules(seq_length, packing) };
+            let mut preparation = Preparation::new(&StopFlag::default(), Some(dir.path().join("cache")), None, |_| ());
+            preparation.in_memory_bytes_max = if is_prepared { 0 } else { u64::MAX };
+            let rows = rows(Dataset::open(&[path], &Tokenizer::bytes(), VOCAB_OF_COUNTING, rules, &mut preparation).unwrap());
+            let mut trained: Vec<[i32; 2]> = rows.iter().flatten().filter(|cell| cell[1] >= 0).map(|cell| [cell[0], cell[1]]).collect();
+            trained.sort_unstable();
+            let pairs: Vec<[i32; 2]> = documents.iter().flat_map(|ids| ids.windows(2).map(|pair| [pair[0], pair[1]])).collect();
+            prop_assert_eq!(trained, pairs);
+            for row in &rows {
+                let mut begun: Vec<i32> = row.iter().filter(|cell| cell[0] > 0).map(|cell| cell[3]).collect();
+                begun.dedup();
+                prop_assert!(is_bfd || begun.len() == 1);
+                for (column, [_, _, place, begin]) in (0..).zip(row) {
+                    prop_assert_eq!(*place, column - begin);
+                }
+                for pair in row.windows(2).filter(|pair| pair[0][3] == pair[1][3] && pair[0][0] > 0) {
+                    prop_assert_eq!(pair[0][1], pair[1][0]);
+                }
+            }
+        }
+    }
+}

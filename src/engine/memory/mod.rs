@@ -1,0 +1,9 @@
+//! Memory of one rank: optimizer state, scratch memory of the plan, streamed weights, and small buffers of the driver.
+
+pub(super) mod bounce_buffer;
+pub(crate) mod expert_rows;
+pub(super) mod permanent;
+mod prefetch_buffer;
+pub(super) mod scratch;
+pub(super) mod states;
+pub(super) mod weight_flow;

@@ -1,0 +1,166 @@
+//! Memory that depends on the plan and holds nothing between two steps: the model's flat weights (they are derived from the state),
+//! gradients, activations and slots. Another plan allocates it anew.
+
+use super::bounce_buffer::BounceBuffer;
+use super::weight_flow::{Source, WeightFlow};
+use crate::bucket::layout::Tier;
+use crate::bucket::slices::Slices;
+use crate::device::{Device, DeviceSlice, Kernels, Lease, Sides};
+use crate::dtype::Dtype;
+use crate::engine::late_rows::LateRows;
+use crate::engine::step_job::{Segment, SlotMemory, StepMemory};
+use crate::error::Result;
+use crate::memory::RingShape;
+use crate::model::Model;
+use crate::model::activations::ActivationPlan;
+use crate::model::rope::RopeTable;
+use crate::model::shape::ModelShape;
+use crate::model::tensors::TensorTable;
+use crate::optim::simd::AdamKernels;
+use crate::planner::plan::Plan;
+use std::sync::Arc;
+
+/// Memory that depends on the plan, without the model's, and the lease of all.
+pub(in crate::engine) struct StepScratch {
+    /// Slots of gradients and of working weights, and other data shared by jobs.
+    pub(in crate::engine) step: StepMemory,
+    /// fp32 staging buffers for one bucket in each direction, if the device casts.
+    pub(in crate::engine) staging_d2h: DeviceSlice,
+    pub(in crate::engine) staging_h2d: DeviceSlice,
+    /// Late rows, if buckets leave early.
+    pub(in crate::engine) rows: Option<LateRows>,
+    lease: Lease,
+}
+
+impl StepScratch {
+    /// Allocates the memory of `plan`. Returns it with the model that uses it, and the streamed weights, if there are any.
+    ///
+    /// # Errors
+    /// `Resource` when memory is not available or cannot be locked; then nothing stays allocated.
+    pub(in crate::engine) fn take<D: Kernels>(
+        plan: &Plan,
+        shape: &ModelShape,
+        slices: &Slices,
+        (dev, host): Sides<'_, D>,
+        bounce_buffer: &BounceBuffer,
+    ) -> Result<(Self, Arc<Model>, Option<WeightFlow>)> {
+        let mut lease = Lease::default();
+        match Self::fill(plan, shape, slices, (dev, host), bounce_buffer, &mut lease) {
+            Ok((scratch, model, flow)) => Ok((Self { lease, ..scratch }, model, flow)),
+            Err(error) => lease.give_back(dev, host).and(Err(error)),
+        }
+    }
+
+    fn fill<D: Kernels>(
+        plan: &Plan,
+        shape: &ModelShape,
+        slices: &Slices,
+        (dev, host): Sides<'_, D>,
+        bounce_buffer: &BounceBuffer,
+        lease: &mut Lease,
+    ) -> Result<(Self, Arc<Model>, Option<WeightFlow>)> {
+        let (table, flat) = (TensorTable::new(shape), plan.layout.flat_elems());
+        let weights = lease.alloc_flat(dev, "weights", flat, plan.recipe.numerics.dtype, plan.weight_ring)?;
+        let grads = lease.alloc_flat(dev, "gradients", flat, plan.recipe.numerics.dtype, plan.grad_ring)?;
+        let mut activations = ActivationPlan::new(plan.micro_batch(shape))?.allocate(dev, host, lease)?;
+        activations.sequence = plan.sequence_rank(slices.rank());
+        for (rope, target) in shape.ropes.iter().zip(&activations.rope_tables) {
+            let table = RopeTable::new(rope, plan.recipe.step.seq_length);
+            bounce_buffer.fill((dev, host), *target, |elems, bytes| table.write(elems, bytemuck::cast_slice_mut(bytes)))?;
+        }
+        let casts = plan.device_casts() && plan.layout.offloaded() > 0;
+        let mut staging = |name| lease.alloc(dev, name, if casts { slices.slice_elems() } else { 0 }, Dtype::Float32);
+        let (staging_d2h, staging_h2d) = (staging("gradient staging")?, staging("parameter staging")?);
+        let step = step_memory(plan, slices, &table, (dev, host), lease)?;
+        let source = if plan.streams_from_host() { Source::Host(step.params.memory) } else { Source::Ranks };
+        // Peers may still pull gradients when this rank no longer needs them.
+        let spare = if slices.ranks() == 1 { distinct(grads, plan.grad_ring) } else { grads.slice(0, 0) };
+        let flow = plan.weight_ring.map(|ring| WeightFlow::new(dev, &table, ring, source, (weights, spare))).transpose()?;
+        let tokens = plan.recipe.step.micro_batch * plan.recipe.step.seq_length;
+        let rows = LateRows::take(&plan.layout, (shape, &table), tokens, (dev, host), lease)?;
+        let model = Arc::new(Model::new(shape.clone(), weights, grads, activations)?);
+        Ok((Self { step, staging_d2h, staging_h2d, rows, lease: Lease::default() }, model, flow))
+    }
+
+    /// Frees all of the memory. It must not be used afterwards.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(in crate::engine) fn give_back<D: Device>(&mut self, (dev, host): Sides<'_, D>) -> Result<()> {
+        self.lease.give_back(dev, host)
+    }
+}
+
+/// The part of `flat` that contains each of its pages once. The first part of `flat` lies in `ring`.
+fn distinct(flat: DeviceSlice, ring: Option<RingShape>) -> DeviceSlice {
+    let start = ring.map_or(0, |ring| ring.ringed_elems.saturating_sub(ring.period_elems));
+    flat.slice(start, flat.elems() - start)
+}
+
+fn step_memory<D: Device>(
+    plan: &Plan,
+    slices: &Slices,
+    table: &TensorTable,
+    (dev, host): Sides<'_, D>,
+    lease: &mut Lease,
+) -> Result<StepMemory> {
+    let offloaded = slices.elems_in(Tier::Host).len();
+    let slot_elems = slices.slice_elems().min(offloaded);
+    let mut slots = |name: &str, count: usize| -> Result<SlotMemory> {
+        let slot_bytes = slot_elems * plan.link_dtype.bytes();
+        let memory = lease.alloc_pinned((dev, host), name, count * slot_bytes, slot_bytes)?;
+        Ok(SlotMemory { memory, slot_elems, dtype: plan.link_dtype })
+    };
+    let (grads, params) = (slots("gradient slots", plan.grad_slots)?, slots("parameter slots", plan.param_slots)?);
+    let (segments, kernels) = (local_segments(&segments(table), slices), AdamKernels::new(plan.isa)?);
+    Ok(StepMemory { grads, params, segments, hyper: plan.recipe.optimizer, kernels })
+}
+
+/// Neighbouring tensors with the same decay rule, joined. Padding belongs to the tensor before it.
+fn segments(table: &TensorTable) -> Vec<Segment> {
+    let mut segments: Vec<Segment> = Vec::new();
+    let ends = table.specs().iter().skip(1).map(|next| next.offset_elems).chain([table.flat_elems()]);
+    for (spec, end) in table.specs().iter().zip(ends) {
+        match segments.last_mut() {
+            Some(last) if last.decay == spec.decay => last.range.end = end,
+            _ => segments.push(Segment { range: spec.offset_elems..end, decay: spec.decay }),
+        }
+    }
+    segments
+}
+
+/// The segments in the local order of one rank.
+fn local_segments(segments: &[Segment], slices: &Slices) -> Arc<[Segment]> {
+    let mut local: Vec<Segment> = Vec::new();
+    for (flat, start) in slices.pieces(0..slices.elems()) {
+        for segment in segments {
+            let part = segment.range.start.max(flat.start)..segment.range.end.min(flat.end);
+            let range = (start + part.start).saturating_sub(flat.start)..(start + part.end).saturating_sub(flat.start);
+            match local.last_mut() {
+                _ if part.is_empty() => {}
+                Some(last) if last.decay == segment.decay => last.range.end = range.end,
+                _ => local.push(Segment { range, decay: segment.decay }),
+            }
+        }
+    }
+    local.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::shape::ModelShape;
+
+    #[test]
+    fn segments_cover_the_flat_order_and_alternate() {
+        let table = TensorTable::new(&ModelShape::demo());
+        let segments = segments(&table);
+        assert_eq!((segments[0].range.start, segments[segments.len() - 1].range.end), (0, table.flat_elems()));
+        assert!(segments.windows(2).all(|w| w[0].range.end == w[1].range.start && w[0].decay != w[1].decay));
+        for spec in table.specs() {
+            assert!(
+                segments.iter().any(|s| s.decay == spec.decay && s.range.start <= spec.offset_elems && spec.range().end <= s.range.end)
+            );
+        }
+    }
+}

@@ -1,0 +1,29 @@
+//! The engine as the runner of a model's passes.
+
+use super::executor::Engine;
+use super::watch::driver_state::DriverActivity;
+use crate::config::options::FaultPhase;
+use crate::device::Kernels;
+use crate::error::Result;
+use crate::model::sequence::{Handover, PassRunner};
+
+/// Runs the engine's passes. While the driver waits for peers, it keeps running the event loop.
+impl<D: Kernels> PassRunner for Engine<D> {
+    type Dev = D;
+
+    fn dev(&mut self) -> &mut D {
+        &mut self.dev
+    }
+
+    fn hand_over(&mut self, what: Handover, layer: usize) -> Result<()> {
+        if !self.model.shares_sequences() {
+            return Ok(());
+        }
+        self.inject(FaultPhase::HandOver)?;
+        if what.is_new() {
+            self.exchange.hand_over(&mut self.dev)?;
+            self.wait_for_peers(DriverActivity::HandOver, self.plan.sequence_ranks, |engine| Ok(engine.exchange.is_handed_over()))?;
+        }
+        self.exchange.take_over(&mut self.dev, &self.model, (what, layer))
+    }
+}

@@ -1,0 +1,64 @@
+//! Orders that rank 0 issues to all ranks.
+
+/// An order of rank 0 to all ranks. Its number identifies it in the progress counters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub(crate) enum Order {
+    /// Run the next step. Arguments: learning rate, counted targets, clipping threshold.
+    Step,
+    /// Write all decided updates into the state.
+    Flush,
+    /// Initialize random parameters. Arguments: seed, threads.
+    Init,
+    /// Write state from the mail buffer. Arguments: part, first element, elements.
+    Write,
+    /// Read state into the mail buffer. Arguments: part, first element, elements.
+    Read,
+    /// Compute working weights from the state.
+    Send,
+    /// Compute the losses of micro-batches. Arguments: counted targets, micro-batches of a rank.
+    Evaluate,
+    /// Restore counters from a checkpoint. Arguments: steps, optimizer steps, loss scale, good steps, verdicts.
+    Resume,
+    /// End all threads, and publish the tracks of the timeline.
+    Finish,
+    /// Change to the plan in the rendezvous.
+    Replan,
+    /// Save this rank's slices, and write the checksums into the mail buffer. Arguments: two words for the code that saves.
+    Save,
+}
+
+impl Order {
+    const ALL: [Self; 11] = [
+        Self::Step,
+        Self::Flush,
+        Self::Init,
+        Self::Write,
+        Self::Read,
+        Self::Send,
+        Self::Evaluate,
+        Self::Resume,
+        Self::Finish,
+        Self::Replan,
+        Self::Save,
+    ];
+
+    /// The order of this number, if there is one.
+    pub(in crate::engine) fn of(number: u64) -> Option<Self> {
+        Self::ALL.get(usize::try_from(number).ok()?).copied()
+    }
+
+    /// Description of a process that is executing this order.
+    pub(in crate::engine) fn description(self) -> &'static str {
+        match self {
+            Self::Step => "is in a step",
+            Self::Flush => "is writing updates",
+            Self::Init | Self::Write | Self::Send | Self::Resume => "is taking the state",
+            Self::Read => "is reading the state",
+            Self::Evaluate => "is evaluating",
+            Self::Finish => "is ending its threads",
+            Self::Replan => "is moving states",
+            Self::Save => "is saving",
+        }
+    }
+}
