@@ -91,7 +91,7 @@ pub mod hardware {
 }
 
 pub mod host {
-    pub use crate::host::affinity::{Placement, name_and_pin, workers_beside_others};
+    pub use crate::host::affinity::{CpuPlacement, name_and_pin, workers_beside_others};
     pub use crate::host::doorbell::Doorbell;
     pub use crate::host::homes::WorkerNodes;
     pub use crate::host::memory_policy::{HugePagesChoice, MemoryPolicy};

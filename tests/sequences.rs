@@ -224,7 +224,7 @@ fn outputs_of_attention_that_come_back_from_the_host_are_handed_over() {
         for (nth, mix) in [0, 1, 2, 0, 1, 2].into_iter().enumerate().map(|(nth, mix)| (nth, mixes[mix])) {
             let way = lines(if nth == 1 { 4 } else { ranks }, &format!("adversary = 8{nth}"));
             let (other_losses, _, digest) =
-                steps_of(&shape, seed, &way, |plan| plan.layer_policies = mix.map(|policy| policy.parse().unwrap()).into());
+                steps_of(&shape, seed, &way, |plan| plan.placement.layer_policies = mix.map(|policy| policy.parse().unwrap()).into());
             assert_eq!((&other_losses, &digest), (&losses, &want), "{heads} heads, {mix:?}");
         }
     }
@@ -244,8 +244,8 @@ fn gradients_of_ranks_of_a_sequence_may_lie_in_a_ring() {
         let (losses, _, want) = steps(&shape, 4, &lines("strategy = 'zero-offload'"));
         for seed in 0..4 {
             let in_ring = |plan: &mut Plan| {
-                plan.grad_ring = grad_ring(plan, &TensorTable::new(&shape));
-                assert!(plan.grad_ring.is_some(), "{plan}");
+                plan.placement.rings.grads = grad_ring(plan, &TensorTable::new(&shape));
+                assert!(plan.placement.rings.grads.is_some(), "{plan}");
             };
             let (other_losses, _, digest) = steps_of(&shape, 4, &lines(&format!("adversary = {seed}")), in_ring);
             assert_eq!((&other_losses, &digest), (&losses, &want), "{ranks} of 4, seed {seed}");
@@ -273,7 +273,7 @@ fn ranks_of_a_sequence_may_keep_parts_of_the_weights_and_compute_in_tiles_or_fp8
             let way = format!("{products}{sharded}activations = '{policy}'\nresident-buckets = 0\nadversary = 8{nth}");
             let change = |plan: &mut Plan| {
                 in_tiles(plan);
-                assert_eq!(plan.weight_ring.is_some(), !sharded.is_empty(), "{plan}");
+                assert_eq!(plan.placement.rings.weights.is_some(), !sharded.is_empty(), "{plan}");
             };
             let (other_losses, _, digest) = steps_of(&shape, 4, &lines(2 + nth % 2 * 2, &way), change);
             assert_eq!((&other_losses, &digest), (&losses, &want), "{way}");

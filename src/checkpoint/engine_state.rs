@@ -113,7 +113,7 @@ mod tests {
         let settings =
             Settings { moments, resident_buckets: ResidentBuckets::Count(resident), seq_length: 16, threads: Some(1), ..Settings::demo() };
         let plan = Plan::new(&settings, &shape, &Machine::cpu(1), false).unwrap();
-        assert!(plan.layout.offloaded() > 0 && plan.layout.count() - plan.layout.offloaded() == resident);
+        assert!(plan.placement.layout.offloaded() > 0 && plan.placement.layout.count() - plan.placement.layout.offloaded() == resident);
         cpu_engine(&plan, &shape, &Topology::this_machine()).unwrap()
     }
 

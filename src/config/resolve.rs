@@ -133,9 +133,10 @@ impl Settings {
 mod tests {
     use super::*;
     use crate::config::describe;
-    use crate::config::options::{Injection, Resume, Technique};
+    use crate::config::options::{Resume, Technique};
     use crate::config::settings::KEYS;
     use crate::config::settings::tests::{command_line, flags, sample, sample_options};
+    use crate::faults::Injection;
     use std::path::PathBuf;
 
     fn resolve(args: &[&str]) -> Result<Settings> {

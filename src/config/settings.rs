@@ -10,14 +10,15 @@
 use super::describe;
 use super::options::{
     ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, EarlyRows, EvalStrategy, ExpertProductsChoice, GpuCount, HostMemoryKind,
-    InitChoice, Injection, IsaChoice, MatmulDtype, RankFault, ReplanChoice, ReportTo, ResidentBuckets, Resume, Rollback, Strategy,
-    Technique, TokenizerChoice, TrainDtype, Transport, WeightsChoice, one_or_many, some_json, some_scalar,
+    InitChoice, IsaChoice, MatmulDtype, ReplanChoice, ReportTo, ResidentBuckets, Resume, Rollback, Strategy, Technique, TokenizerChoice,
+    TrainDtype, Transport, WeightsChoice, one_or_many, some_json, some_scalar,
 };
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::DataFormat;
 use crate::data::rows::hold_out::EvalSplit;
 use crate::data::rows::row_table::{Overlong, Packing};
 use crate::data::tokenizer::AddBos;
+use crate::faults::{Injection, RankFault};
 use crate::hardware::selected_profile;
 use crate::host::memory_policy::HugePagesChoice;
 use crate::host::resctrl_group::ResctrlGroup;

@@ -13,7 +13,7 @@ use std::ops::Range;
 impl<D: Kernels> Engine<D> {
     /// The buckets that leave early in this step. There are none without speculation, since only a speculation may lack rows.
     fn early(&self) -> Range<usize> {
-        if self.coordinator.is_speculating() { self.plan.layout.early() } else { 0..0 }
+        if self.coordinator.is_speculating() { self.plan.placement.layout.early() } else { 0..0 }
     }
 
     /// # Panics

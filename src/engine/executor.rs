@@ -106,9 +106,9 @@ pub struct Engine<D: Kernels> {
 
 pub(super) fn staging(plan: &Plan) -> Staging {
     Staging {
-        ringed_grads: plan.grad_ring.is_some(),
-        grad_slots: plan.grad_slots,
-        param_slots: plan.param_slots,
+        ringed_grads: plan.placement.rings.grads.is_some(),
+        grad_slots: plan.placement.grad_slots,
+        param_slots: plan.placement.param_slots,
         streamed_weights: plan.streams_from_host(),
     }
 }
@@ -135,7 +135,7 @@ impl<D: Kernels> Engine<D> {
         exchange: impl FnOnce(Sides<'_, D>, &Plan) -> Result<Box<dyn Exchange<D>>>,
     ) -> Result<Self> {
         // Declared before the owners of threads, and so dropped after them, also when a call below fails.
-        let mut host = HostMemory::new(plan.host_memory.clone());
+        let mut host = HostMemory::new(plan.site.host_memory.clone());
         let (mut dev, pool) = (dev, pool);
         let exchange = exchange((&mut dev, &mut host), &plan)?;
         let slices = exchange.slices();
@@ -145,15 +145,15 @@ impl<D: Kernels> Engine<D> {
         let expert_rows = ExpertRows::new(&shape, plan.micro_batches_of_rank(), (&mut dev, &mut host))?;
         model.prepare(&mut dev)?;
         Ok(Self {
-            coordinator: Coordinator::new(plan.layout.clone(), plan.rules, staging(&plan)),
-            transfers: Transfers::new(&mut dev, &plan.layout, plan.param_slots)?,
+            coordinator: Coordinator::new(plan.placement.layout.clone(), plan.protocol.rules, staging(&plan)),
+            transfers: Transfers::new(&mut dev, &plan.placement.layout, plan.placement.param_slots)?,
             settlings_reported: None,
             in_pool: None,
             compute_tail: dev.event()?,
             modules: [dev.event()?, dev.event()?, dev.event()?],
             fault_injector: FaultInjector::of(&plan, exchange.slices().rank()),
             exchange,
-            recorder: Recorder::new("driver", plan.trace_spans),
+            recorder: Recorder::new("driver", plan.site.trace_spans),
             loss_scale: LossScale::new(plan.recipe.numerics.dtype),
             modules_enqueued: 0,
             optimizer_step: 0,
@@ -164,7 +164,7 @@ impl<D: Kernels> Engine<D> {
             exposed: Exposed::default(),
             counters: Counters::default(),
             counters_reported: Counters::default(),
-            driver_state: Arc::new(DriverState::new(plan.layout.count(), bell.clone(), pool.heartbeats())),
+            driver_state: Arc::new(DriverState::new(plan.placement.layout.count(), bell.clone(), pool.heartbeats())),
             plan,
             dev,
             pool,

@@ -6,11 +6,11 @@ use super::ranks::exchange::{Order, OrderWords};
 use super::step::Pass;
 use super::watch::driver_state::DriverActivity;
 use crate::bucket::slices::Slices;
-use crate::config::options::FaultPhase;
 use crate::data::rows::batch::Batches;
 use crate::device::{Cast, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::faults::FaultPhase;
 use crate::model::tensors::Module;
 use crate::optim::CHUNK_BYTES;
 use crate::optim::StatePart;
@@ -176,7 +176,8 @@ impl<D: Kernels> Engine<D> {
                 self.dev.launch(Cast { stream: Stream::Compute, src, dst })?;
             }
         }
-        (self.plan.layout.offloaded()..self.plan.layout.count()).try_for_each(|bucket| self.issue(Hop::StepOnDevice, bucket, None))?;
+        (self.plan.placement.layout.offloaded()..self.plan.placement.layout.count())
+            .try_for_each(|bucket| self.issue(Hop::StepOnDevice, bucket, None))?;
         self.coordinator.restore();
         self.run_commands()?;
         self.next_version();

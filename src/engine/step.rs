@@ -7,10 +7,10 @@ use super::protocol::route::Hop;
 use super::protocol::verdict::Verdict;
 use super::ranks::exchange::{Exchange, Order};
 use super::watch::driver_state::{DriverActivity, DriverEvent};
-use crate::config::options::FaultPhase;
 use crate::data::rows::batch::{self, Batch, Batches};
 use crate::device::{Kernels, Stream, Zero};
 use crate::error::{Error, Result};
+use crate::faults::FaultPhase;
 use crate::model::MicroStep;
 use crate::model::tensors::Module;
 use crate::planner::plan::Plan;
@@ -135,7 +135,7 @@ impl<D: Kernels> Engine<D> {
                 self.begin_validation(learning_rate)?;
             }
             if first && micro_step > 0 {
-                self.wait_for_sums(self.plan.layout.count() - 1)?;
+                self.wait_for_sums(self.plan.placement.layout.count() - 1)?;
             }
             let micro = MicroStep { first, inv_targets, loss_scale: self.loss_scale.scale(), balance };
             self.wait_for_ring(Module::Head, whole)?;
@@ -231,7 +231,7 @@ impl<D: Kernels> Engine<D> {
             if flow.has(module) {
                 continue;
             }
-            let mut buckets = self.plan.layout.overlapping(flow.streamed(module));
+            let mut buckets = self.plan.placement.layout.overlapping(flow.streamed(module));
             if !is_full && flow.has_room(module) && buckets.all(|bucket| self.coordinator.is_settled(bucket)) {
                 self.fetch_weights(module)?;
                 continue;
@@ -250,12 +250,12 @@ impl<D: Kernels> Engine<D> {
     /// bucket's weights after its gradient has arrived, which is after the last module of the step that uses them.
     fn fetch_weights(&mut self, module: usize) -> Result<()> {
         let streamed = self.flow.as_ref().map_or(0..0, |flow| flow.streamed(module));
-        let buckets = self.plan.layout.overlapping(streamed.clone());
+        let buckets = self.plan.placement.layout.overlapping(streamed.clone());
         buckets.clone().rev().try_for_each(|bucket| self.wait_until_final(bucket))?;
         if !self.flow.as_ref().map_or(Ok(false), |flow| flow.make_way(&mut self.dev, module))? {
             return Ok(());
         }
-        if self.plan.fully_sharded {
+        if self.plan.placement.rings.fully_sharded {
             self.await_fetch(buckets.start, |exchange, dev| exchange.bring(dev, &streamed))?;
             self.await_fetch(buckets.start, |exchange, dev| exchange.is_brought(dev, &streamed))?;
         }
@@ -290,16 +290,18 @@ impl<D: Kernels> Engine<D> {
 
     /// In a ring of gradients, waits until the gradients that `module` overwrites are summed, and in the last round also copied.
     fn wait_for_ring(&mut self, module: Module, round: Option<usize>) -> Result<()> {
-        let Some(ring) = self.plan.grad_ring else { return if self.plan.streams_from_host() { self.zero_padding(module) } else { Ok(()) } };
+        let Some(ring) = self.plan.placement.rings.grads else {
+            return if self.plan.streams_from_host() { self.zero_padding(module) } else { Ok(()) };
+        };
         let range = self.model.table.module_range(module);
         let end = range.end.min(ring.ringed_elems).saturating_sub(ring.period_elems);
         let before = range.start.saturating_sub(ring.period_elems)..end;
-        let buckets = self.plan.layout.overlapping(before);
-        let sums_wait = self.plan.sums_on_host || self.exchange.slices().ranks() > 1;
+        let buckets = self.plan.placement.layout.overlapping(before);
+        let sums_wait = self.plan.placement.rings.sums_on_host || self.exchange.slices().ranks() > 1;
         if let Some(last) = buckets.clone().last().filter(|_| sums_wait) {
             self.wait_for_sums(last)?;
         }
-        let copied = if round.is_some_and(|round| self.is_last(round)) { self.plan.layout.offloaded() } else { 0 };
+        let copied = if round.is_some_and(|round| self.is_last(round)) { self.plan.placement.layout.offloaded() } else { 0 };
         for bucket in buckets.start..buckets.end.min(copied) {
             self.wait_until_copied(bucket)?;
             self.dev.wait(Stream::Compute, self.transfers.event(Hop::GradsOut, bucket))?;
@@ -337,7 +339,7 @@ impl<D: Kernels> Engine<D> {
     fn grads_written(&mut self, module: Module, whole: Option<usize>) -> Result<()> {
         if let Some(partial_sum) = whole {
             let range = self.model.table.module_range(module);
-            let layout = &self.plan.layout;
+            let layout = &self.plan.placement.layout;
             let end = if module == Module::Embed { layout.flat_elems() } else { range.end };
             let before = layout.complete(range.start);
             (before..layout.complete(end)).try_for_each(|bucket| self.bucket_written(bucket, partial_sum))?;
@@ -368,7 +370,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Writes injected values over the gradient of a bucket, if a test has any.
     pub(super) fn spoil(&mut self, bucket: usize, round: usize) -> Result<()> {
-        let (range, slices) = (self.plan.layout.range(bucket), self.exchange.slices());
+        let (range, slices) = (self.plan.placement.layout.range(bucket), self.exchange.slices());
         let partial_sum = round * slices.ranks() + slices.rank();
         let Some(fault_injector) = &self.fault_injector else { return Ok(()) };
         fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1, partial_sum)
@@ -419,7 +421,7 @@ impl<D: Kernels> Engine<D> {
         self.train_step += 1;
         self.run_commands()?;
         self.next_version();
-        if self.plan.barrier {
+        if self.plan.protocol.barrier {
             self.wait_for_all_params()?;
         }
         out.counts = self.coordinator.counts() - self.reported;
@@ -462,18 +464,18 @@ impl<D: Kernels> Engine<D> {
 
     /// Makes the compute stream wait for the parameters of `module`.
     pub(super) fn wait_for_params(&mut self, module: Module) -> Result<()> {
-        let buckets = self.plan.layout.overlapping(self.model.table.module_range(module));
+        let buckets = self.plan.placement.layout.overlapping(self.model.table.module_range(module));
         buckets.rev().try_for_each(|bucket| self.wait_for_bucket(bucket))
     }
 
     pub(super) fn wait_for_all_params(&mut self) -> Result<()> {
-        (0..self.plan.layout.count()).rev().try_for_each(|bucket| self.wait_for_bucket(bucket))
+        (0..self.plan.placement.layout.count()).rev().try_for_each(|bucket| self.wait_for_bucket(bucket))
     }
 
     fn wait_for_bucket(&mut self, bucket: usize) -> Result<()> {
         self.wait_until_final(bucket)?;
         self.dev.wait(Stream::Compute, self.transfers.event(Hop::ParamsIn, bucket))?;
-        if self.plan.layout.early().contains(&bucket) {
+        if self.plan.placement.layout.early().contains(&bucket) {
             self.dev.wait(Stream::Compute, self.transfers.event(Hop::RowsIn, bucket))?;
         }
         self.exchange.arrive(&mut self.dev, bucket)

@@ -209,10 +209,10 @@ impl Proposal {
 /// Facts on which result bits, or the sizes of transferred slices, depend.
 fn facts(plan: &Plan) -> Vec<(String, String)> {
     let of_plan = [
-        ("buckets", cut(&plan.layout)),
-        ("devices", plan.ranks.to_string()),
-        ("format on the link", plan.link_dtype.to_string()),
-        ("rules of the step", format!("{:?}", plan.rules)),
+        ("buckets", cut(&plan.placement.layout)),
+        ("devices", plan.site.ranks.to_string()),
+        ("format on the link", plan.protocol.link_dtype.to_string()),
+        ("rules of the step", format!("{:?}", plan.protocol.rules)),
     ];
     plan.recipe.facts().into_iter().chain(of_plan).map(|(name, value)| (name.to_string(), value)).collect()
 }

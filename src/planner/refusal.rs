@@ -41,7 +41,7 @@ impl Plan {
             MemorySpace::Host => ("host memory", "free memory, cgroup limit, --host-limit"),
         };
         let [needed, available] = Bytes::apart([shortage.needed, shortage.available]);
-        let cause = format!("{} parameters need {needed}, {available} of {memory} are available ({bounds}); {advice}", self.params);
+        let cause = format!("{} parameters need {needed}, {available} of {memory} are available ({bounds}); {advice}", self.params());
         Err(Error::resource(format!("not enough {memory}"), cause))
     }
 
@@ -55,8 +55,8 @@ impl Plan {
     fn host_shortage(&self, settings: &Settings, shape: &ModelShape) -> Option<Balance> {
         let [_, host] = self.balances();
         let (machine, settings) =
-            (Machine { host_bytes: u64::MAX, ..self.machine.clone() }, Settings { host_limit: None, ..settings.clone() });
-        let there = Plan::new(&settings, shape, &machine, self.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
+            (Machine { host_bytes: u64::MAX, ..self.site.machine.clone() }, Settings { host_limit: None, ..settings.clone() });
+        let there = Plan::new(&settings, shape, &machine, self.site.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
         let [_, needed] = there.balances();
         Some(Balance { available: host.available, ..needed }).filter(|balance| balance.lacking() > 0)
     }
@@ -64,9 +64,10 @@ impl Plan {
     /// The first change of one setting with which the plan fits.
     fn advice(&self, settings: &Settings, shape: &ModelShape) -> Option<String> {
         self.remedies(settings).into_iter().find_map(|(flag, changed)| {
-            let plan = Plan::new(&changed, shape, &self.machine, self.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
+            let plan =
+                Plan::new(&changed, shape, &self.site.machine, self.site.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
             let value = match flag {
-                "resident-buckets" => format!(" {}", plan.layout.buckets_in(Tier::Device).len()),
+                "resident-buckets" => format!(" {}", plan.placement.layout.buckets_in(Tier::Device).len()),
                 "activations" if changed.activations == ActivationsChoice::Auto => " auto".into(),
                 "activations" => " recompute-block".into(),
                 "per-device-train-batch-size" => format!(" {}", plan.recipe.step.micro_batch),
@@ -108,7 +109,7 @@ impl Plan {
         ];
         remedies.extend(batches);
         // fp32 sums may be stored on the host. Gradients of a single share accumulate in place.
-        let is_alone = self.ranks == 1 && self.recipe.step.micro_batches > 1 && self.recipe.step.shares == 1;
+        let is_alone = self.site.ranks == 1 && self.recipe.step.micro_batches > 1 && self.recipe.step.shares == 1;
         let shares = settings.gradient_shares.or(is_alone.then_some(self.recipe.step.micro_batches));
         remedies.push(("gradient-shares", with(&|s| s.gradient_shares = shares)));
         if settings.rollback == Rollback::Deferred {

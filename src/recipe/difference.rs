@@ -19,7 +19,7 @@ use std::fmt::Display;
 
 /// A field of a recipe.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Field {
+pub(crate) struct RecipeField {
     /// Name in messages.
     name: &'static str,
     /// Value in words.
@@ -53,16 +53,18 @@ impl Recipe {
     }
 
     /// All fields.
-    pub(super) fn fields(&self) -> Vec<Field> {
-        let Self { model, rows, step, numerics, optimizer, schedule, max_grad_norm, router_aux_loss_coef } = self;
-        let optimizer = Field::new("AdamW", format!("{optimizer:?}"));
-        let [norm, router] = [("gradient norm", max_grad_norm), ("router loss", router_aux_loss_coef)].map(|(name, x)| Field::new(name, x));
+    pub(super) fn fields(&self) -> Vec<RecipeField> {
+        let Self { model, rows, step, numerics, optimizer, schedule, max_grad_norm, router_aux_loss_coef, inject } = self;
+        let optimizer = RecipeField::new("AdamW", format!("{optimizer:?}"));
+        let [norm, router] =
+            [("gradient norm", max_grad_norm), ("router loss", router_aux_loss_coef)].map(|(name, x)| RecipeField::new(name, x));
         let parts = [vec![of_model(model)], of_numerics(numerics), of_step(step), of_rows(rows), of_schedule(schedule)];
-        parts.into_iter().flatten().chain([optimizer, norm, router]).collect()
+        let injected = RecipeField::new("injected values", format!("{inject:?}"));
+        parts.into_iter().flatten().chain([optimizer, norm, router, injected]).collect()
     }
 }
 
-impl Field {
+impl RecipeField {
     fn new(name: &'static str, value: impl Display) -> Self {
         let value = value.to_string();
         Self { name, fact: (name, value.clone()), value, record: None }
@@ -85,11 +87,11 @@ impl Field {
 }
 
 /// The model by the checksum of its shape. Checkpoints record its arithmetic with the data and the tokenizer.
-fn of_model(model: &ModelShape) -> Field {
-    Field::new("model", &hex(Sha256::digest(format!("{model:?}")))[..16])
+fn of_model(model: &ModelShape) -> RecipeField {
+    RecipeField::new("model", &hex(Sha256::digest(format!("{model:?}")))[..16])
 }
 
-fn of_numerics(numerics: &Numerics) -> Vec<Field> {
+fn of_numerics(numerics: &Numerics) -> Vec<RecipeField> {
     let &Numerics { dtype, fp8, moments, attention, experts, loss_tile, attention_block, mlp_tile, device, inverse_rollback } = numerics;
     let (LossTile { rows, vocab }, formats) = (loss_tile, format!("{dtype}, moments in {moments}"));
     let by = match attention {
@@ -100,25 +102,25 @@ fn of_numerics(numerics: &Numerics) -> Vec<Field> {
     let matmul = if fp8 { fp8::RECIPE } else { PLAIN_MATMUL };
     let of_moments = Record { part: RunPart::Moments.name(), key: None, value: json!(moments), before: Some(json!(Moments::Float32)) };
     vec![
-        Field::new("loss tile", format!("{rows} x {vocab}")).numeric(LOSS_TILE, json!(loss_tile), None),
-        Field::new("attention", format!("{attention:?}")).numeric("attention", json!(by), None),
-        Field::new("products of experts", format!("{experts:?}")).numeric(
+        RecipeField::new("loss tile", format!("{rows} x {vocab}")).numeric(LOSS_TILE, json!(loss_tile), None),
+        RecipeField::new("attention", format!("{attention:?}")).numeric("attention", json!(by), None),
+        RecipeField::new("products of experts", format!("{experts:?}")).numeric(
             EXPERT_PRODUCTS,
             json!(experts),
             Some(json!(ExpertProducts::Own)),
         ),
         // Queries and keys; blocks that had all keys were a number.
-        Field::new("block of attention", in_words(attention_block)).numeric(
+        RecipeField::new("block of attention", in_words(attention_block)).numeric(
             ATTENTION_BLOCK,
             json!(attention_block.map(|block| [block; 2])),
             Some(Value::Null),
         ),
-        Field::new("tile of the MLP", in_words(mlp_tile)).numeric(MLP_TILE, json!(mlp_tile), Some(Value::Null)),
-        Field::new("device", format!("{device:?}")).numeric("computed_on", json!(recorded_kind(device)), None),
-        Field::new("matrix products", matmul).numeric(MATMUL, json!(matmul), Some(json!(PLAIN_MATMUL))),
-        Field::new("format of weights", dtype).within(("formats", &formats)),
-        Field { record: Some(of_moments), ..Field::new("format of moments", moments).within(("formats", &formats)) },
-        Field::new("inverse rollback", inverse_rollback),
+        RecipeField::new("tile of the MLP", in_words(mlp_tile)).numeric(MLP_TILE, json!(mlp_tile), Some(Value::Null)),
+        RecipeField::new("device", format!("{device:?}")).numeric("computed_on", json!(recorded_kind(device)), None),
+        RecipeField::new("matrix products", matmul).numeric(MATMUL, json!(matmul), Some(json!(PLAIN_MATMUL))),
+        RecipeField::new("format of weights", dtype).within(("formats", &formats)),
+        RecipeField { record: Some(of_moments), ..RecipeField::new("format of moments", moments).within(("formats", &formats)) },
+        RecipeField::new("inverse rollback", inverse_rollback),
     ]
 }
 
@@ -129,39 +131,39 @@ fn recorded_kind(device: DeviceKind) -> &'static str {
     }
 }
 
-fn of_step(step: &StepShape) -> Vec<Field> {
+fn of_step(step: &StepShape) -> Vec<RecipeField> {
     let &StepShape { micro_batch, seq_length, micro_batches, shares, group, sequence_ranks } = step;
     let (batch, cut) =
         (format!("{micro_batch} x {seq_length}"), format!("{shares} of {micro_batches} micro-batches, in groups of {group}"));
     let (batch, cut) = (("micro-batch", &batch), ("gradient shares", &cut));
     vec![
-        Field::new("sequence_ranks", sequence_ranks).numeric(SEQUENCE_RANKS, json!(sequence_ranks), Some(json!(1))),
-        Field::new("gradient_group", group).within(cut).numeric(GRADIENT_GROUP, json!(group), Some(json!(1))),
-        Field::new("micro-batches", micro_batches).within(cut).recorded(STEP, "micro_batches", json!(micro_batches), None),
-        Field::new("gradient_shares", shares).within(cut).recorded(STEP, "gradient_shares", json!(shares), None),
-        Field::new("sequences of a micro-batch", micro_batch).within(batch),
-        Field::new("tokens of a sequence", seq_length).within(batch),
+        RecipeField::new("sequence_ranks", sequence_ranks).numeric(SEQUENCE_RANKS, json!(sequence_ranks), Some(json!(1))),
+        RecipeField::new("gradient_group", group).within(cut).numeric(GRADIENT_GROUP, json!(group), Some(json!(1))),
+        RecipeField::new("micro-batches", micro_batches).within(cut).recorded(STEP, "micro_batches", json!(micro_batches), None),
+        RecipeField::new("gradient_shares", shares).within(cut).recorded(STEP, "gradient_shares", json!(shares), None),
+        RecipeField::new("sequences of a micro-batch", micro_batch).within(batch),
+        RecipeField::new("tokens of a sequence", seq_length).within(batch),
     ]
 }
 
-fn of_rows(rows: &RowOrder) -> Vec<Field> {
+fn of_rows(rows: &RowOrder) -> Vec<RecipeField> {
     let &RowOrder { packing, overlong, held_out, shuffled, seed } = rows;
     vec![
-        Field::new("packing", format!("{packing:?}")),
-        Field::new("long documents", format!("{overlong:?}")),
-        Field::new("documents held out", held_out.map_or_else(|| "none".into(), |split| split.to_string())),
-        Field::new("shuffled rows", shuffled),
-        Field::new("seed", seed),
+        RecipeField::new("packing", format!("{packing:?}")),
+        RecipeField::new("long documents", format!("{overlong:?}")),
+        RecipeField::new("documents held out", held_out.map_or_else(|| "none".into(), |split| split.to_string())),
+        RecipeField::new("shuffled rows", shuffled),
+        RecipeField::new("seed", seed),
     ]
 }
 
-fn of_schedule(schedule: &Schedule) -> Vec<Field> {
+fn of_schedule(schedule: &Schedule) -> Vec<RecipeField> {
     let &Schedule { length, scheduler, warmup_steps, warmup_ratio } = schedule;
     vec![
-        Field::new("length of training", format!("{length:?}")),
-        Field::new("learning rate's schedule", format!("{scheduler:?}")),
-        Field::new("warm-up", format!("{warmup_steps} steps")),
-        Field::new("fraction of warm-up", warmup_ratio),
+        RecipeField::new("length of training", format!("{length:?}")),
+        RecipeField::new("learning rate's schedule", format!("{scheduler:?}")),
+        RecipeField::new("warm-up", format!("{warmup_steps} steps")),
+        RecipeField::new("fraction of warm-up", warmup_ratio),
     ]
 }
 

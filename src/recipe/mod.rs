@@ -14,6 +14,7 @@ use crate::data::rows::hold_out::EvalSplit;
 use crate::data::rows::row_table::{Overlong, Packing};
 use crate::device::{Attention, DeviceKind, ExpertProducts};
 use crate::dtype::Dtype;
+use crate::faults::Injection;
 use crate::model::activations::LossTile;
 use crate::model::shape::ModelShape;
 use crate::optim::adam::AdamHyper;
@@ -40,6 +41,8 @@ pub struct Recipe {
     pub max_grad_norm: f64,
     /// Coefficient of the load-balancing loss of experts; 0 disables it.
     pub router_aux_loss_coef: f64,
+    /// Values written into gradients, to test the engine.
+    pub inject: Vec<Injection>,
 }
 
 /// How documents become rows, and the order in which steps read them.
@@ -66,8 +69,8 @@ pub struct StepShape {
     pub seq_length: usize,
     /// Micro-batches of a step.
     pub micro_batches: usize,
-    /// Gradient shares of a step, each of equally many consecutive micro-batches. Gradients of one share accumulate in the format of weights,
-    /// the shares in fp32.
+    /// Gradient shares of a step, each of equally many consecutive micro-batches. Gradients of one share accumulate in the format of
+    /// weights, the shares in fp32.
     pub shares: usize,
     /// Consecutive shares that are summed and rounded to the format of weights before the groups are summed; 1 without rounding.
     pub group: usize,
@@ -130,6 +133,11 @@ impl StepShape {
     /// Tokens of an optimizer step.
     pub fn tokens(&self) -> usize {
         self.micro_batch * self.seq_length * self.micro_batches
+    }
+
+    /// Tokens of a micro-batch on one rank.
+    pub(crate) fn tokens_of_rank(&self) -> usize {
+        self.micro_batch.saturating_mul(self.seq_length) / self.sequence_ranks
     }
 
     /// Micro-batches of each of `parts` equal parts of a step, if a micro-batch counts once for each rank that shares it.

@@ -26,11 +26,12 @@ pub(crate) fn recipe() -> Recipe {
         schedule: Schedule { length: TrainLength::Steps(9), scheduler: LrScheduler::Linear, warmup_steps: 0, warmup_ratio: 0.1 },
         max_grad_norm: 1.0,
         router_aux_loss_coef: 0.0,
+        inject: Vec::new(),
     }
 }
 
 /// A change of each field.
-const CHANGES: [fn(&mut Recipe); 29] = [
+const CHANGES: [fn(&mut Recipe); 30] = [
     |r| r.model = Arc::new(ModelShape::demo().with_layers(1)),
     |r| r.rows.packing = Packing::Bfd,
     |r| r.rows.overlong = Overlong::Drop,
@@ -60,6 +61,7 @@ const CHANGES: [fn(&mut Recipe); 29] = [
     |r| r.schedule.warmup_ratio = 0.5,
     |r| r.max_grad_norm = 0.0,
     |r| r.router_aux_loss_coef = 0.01,
+    |r| r.inject = vec![Injection { step: 1, element: 2, share: 0, value: 3.0 }],
 ];
 
 #[test]
@@ -100,11 +102,11 @@ fn the_record_of_checkpoints_is_stable() {
     let mut recipe = recipe();
     recipe.numerics.attention_block = Some(4096);
     recipe.record(&mut run);
-    let text = r#"{"model":{},"numerics":{"loss_tile":{"rows":8,"vocab":9},"attention":"plain","expert_products":"own","attention_block":[4096,4096],"#;
-    let text = format!(
-        r#"{text}"mlp_tile":null,"computed_on":"cpu","matmul":"in the format of weights","sequence_ranks":1,"gradient_group":1}},"#
+    let text = concat!(
+        r#"{"model":{},"numerics":{"loss_tile":{"rows":8,"vocab":9},"attention":"plain","expert_products":"own","#,
+        r#""attention_block":[4096,4096],"mlp_tile":null,"computed_on":"cpu","matmul":"in the format of weights","#,
+        r#""sequence_ranks":1,"gradient_group":1},"moments":"float32","step":{"micro_batches":4,"gradient_shares":2}}"#,
     );
-    let text = format!(r#"{text}"moments":"float32","step":{{"micro_batches":4,"gradient_shares":2}}}}"#);
     assert_eq!(serde_json::to_string(&run).unwrap(), text);
 }
 

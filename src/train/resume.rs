@@ -226,8 +226,8 @@ mod tests {
     use crate::data::loader::Loader;
     use crate::data::rows::batch::{Batch, Batches, arrays};
     use crate::data::rows::row_table::Packing;
-    use crate::recipe::tests::recipe;
     use crate::engine::protocol::verdict::Verdict;
+    use crate::recipe::tests::recipe;
     use crate::train::tests::RecordingObserver;
     use proptest::prelude::*;
     use serde_json::json;

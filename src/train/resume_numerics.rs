@@ -14,7 +14,7 @@ use crate::model::activations::LossTile;
 use crate::recipe::part::RunPart;
 use crate::recipe::record::{EXPERT_PRODUCTS, GRADIENT_GROUP, LOSS_TILE, SEQUENCE_RANKS, STEP};
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::Value;
 use std::fmt::Display;
 
 /// Key of the versions (besides program and plan) on which the device's bits depend.
@@ -181,6 +181,7 @@ fn loss_tile(loaded: &Loaded) -> Result<Option<LossTile>> {
 mod tests {
     use super::*;
     use crate::train::tests::RecordingObserver;
+    use serde_json::json;
 
     #[test]
     fn a_run_resumes_with_its_expert_products_unless_others_are_requested() {

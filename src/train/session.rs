@@ -401,7 +401,7 @@ impl<D: Kernels> Session<D> {
         let saved = self.save(observer);
         if saved.is_err()
             && self.is_sound
-            && self.plan.processes == 1
+            && self.plan.site.processes == 1
             && let Some(line) = self.run_dir.hold()?
         {
             observer.warn(&line);
@@ -430,7 +430,7 @@ impl<D: Kernels> Session<D> {
     /// A checkpoint with the engine's state, by this process or by all.
     fn write_state(&mut self, run: Run) -> Result<Writer> {
         let trainer = self.trainer_state()?;
-        if self.plan.processes > 1 {
+        if self.plan.site.processes > 1 {
             return parts::save(&mut self.engine, self.run_dir.dir(), trainer, run);
         }
         let mut writer = Writer::create(self.run_dir.dir(), trainer, run)?;

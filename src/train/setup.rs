@@ -40,6 +40,7 @@ use crate::model_dir::{CONFIG, ModelDir};
 use crate::optim::StatePart;
 use crate::optim::schedule::TrainLength;
 use crate::planner::plan::Plan;
+use crate::planner::site::Site;
 use crate::progress_event::ProgressEvent;
 use crate::recipe::part::RunPart;
 use crate::signals::StopFlag;
@@ -197,7 +198,7 @@ impl PreparedRun<'_> {
 
     /// The device as the plan has it.
     fn planned_device(&self) -> String {
-        let Plan { threads, isa, .. } = self.plan;
+        let Site { threads, isa, .. } = self.plan.site;
         if self.launch.chosen.is_gpu() { "not opened yet".into() } else { format!("cpu ({threads} threads, {isa})") }
     }
 
@@ -433,7 +434,7 @@ fn model_place(settings: &Settings) -> String {
 
 /// Place, architecture and size of the model, and the format that it computes in.
 fn describe_model(settings: &Settings, plan: &Plan, shape: &ModelShape) -> String {
-    let (from, params, dtype) = (printable(model_place(settings)), Count(plan.params), plan.recipe.numerics.dtype);
+    let (from, params, dtype) = (printable(model_place(settings)), Count(plan.params()), plan.recipe.numerics.dtype);
     let (ModelShape { channels, vocab, layers, .. }, Attn { heads, kv_heads, .. }) = (shape, shape.layers[0].attn);
     let (architecture, layers) = (shape.family.architecture(), layers.len());
     format!(
@@ -452,7 +453,7 @@ fn first_weights(settings: &Settings, shape: &ModelShape) -> Result<Option<Model
 fn begin<D: Kernels>(engine: &mut Engine<D>, seed: u64, weights: Option<&ModelWeights>) -> Result<DataPosition> {
     match weights {
         Some(weights) => weights.read(|start, block| engine.write_state(StatePart::Params, start, block))?,
-        None => engine.init_state(seed, engine.plan().threads)?,
+        None => engine.init_state(seed, engine.plan().site.threads)?,
     }
     engine.send_weights()?;
     Ok(DataPosition::default())

@@ -394,7 +394,7 @@ impl SingleRank {
     pub(in crate::engine) fn new<D: Kernels>(sides: Sides<'_, D>, plan: &Plan) -> Result<Self> {
         let sums = (plan.recipe.step.shares > 1).then(|| PartialSums::new(plan, sides));
         Ok(Self {
-            slices: Slices::new(plan.layout.clone(), 0, 1),
+            slices: Slices::new(plan.placement.layout.clone(), 0, 1),
             sums: sums.transpose()?,
             partial_sums: plan.recipe.step.shares,
             partial_sum: 0,

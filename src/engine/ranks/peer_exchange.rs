@@ -145,7 +145,7 @@ impl InterNode {
                 dev,
                 slices,
                 (local_ranks, plan.sums_within()),
-                (key, plan.cuda_libraries.clone()),
+                (key, plan.site.cuda_libraries.clone()),
             )?))),
         })
     }
@@ -175,7 +175,7 @@ impl SliceMemory {
         let kept = slices.local_buckets(&plan.kept());
         Ok(Self {
             shards: Shards::take(lease, dev, plan, slices)?,
-            ringed_elems: plan.weight_ring.map_or(0, |ring| ring.ringed_elems),
+            ringed_elems: plan.placement.rings.weights.map_or(0, |ring| ring.ringed_elems),
             kept: lease.alloc(dev, "gradient slices", kept.len(), plan.recipe.numerics.dtype)?,
             kept_from: kept.start,
         })
@@ -192,8 +192,8 @@ impl<C> PeerExchange<C> {
         rendezvous: Arc<Rendezvous<C>>,
         transport: PeerTransport,
     ) -> Result<Self> {
-        let (count, ranks) = (plan.layout.count(), context.progress.ranks());
-        let slices = Slices::new(plan.layout.clone(), context.rank, ranks);
+        let (count, ranks) = (plan.placement.layout.count(), context.progress.ranks());
+        let slices = Slices::new(plan.placement.layout.clone(), context.rank, ranks);
         let mut events = |count| (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
         let [written, gathered, pulled, summed] = [events(count)?, events(count)?, events(count)?, events(count)?];
         let relayed = events(if matches!(transport, PeerTransport::Memory) { 0 } else { count })?;
