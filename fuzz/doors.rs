@@ -8,7 +8,6 @@ use superoffload::internals::config::file;
 use superoffload::internals::data::{AddBos, Dataset, Preparation, RowRules, Tokenizer, render_in_this_process};
 use superoffload::internals::model::{ModelShape, ModelWeights, TensorTable};
 use superoffload::internals::model_dir::ModelDir;
-use superoffload::internals::optim::StatePart;
 use superoffload::{Result, Settings, StopFlag, TrainOptions};
 
 /// Reads one input; `dir` is an empty directory of its own, which may be written.
@@ -251,7 +250,7 @@ fn manifest(input: &[u8], dir: &Path) {
     for bytes in [input.to_vec(), sealed(input)] {
         put(dir, "trainer_state.json", &bytes);
         if let Ok(mut loaded) = checkpoint::open(dir) {
-            for part in StatePart::ALL {
+            for part in loaded.manifest().arrays().parts() {
                 let _ = loaded.read_state("norm", part, 0, &mut [0.0; 4]);
             }
             let _ = loaded.read_model_files();

@@ -105,7 +105,9 @@ pub fn under_launcher(options: TrainOptions) -> Result<TrainOptions> {
 /// `Usage` for a flag of another program that this program lacks, with the flag to use instead.
 pub fn respell(command: &clap::Command, args: Vec<OsString>, log: &mut dyn FnMut(&dyn Display)) -> Result<Vec<OsString>> {
     let rewritten = aliases::rewrite(command, args)?;
-    rewritten.ignored.iter().for_each(|line| log(&format_args!("ignored: {line}")));
+    for line in &rewritten.ignored {
+        log(&format_args!("ignored: {line}"));
+    }
     Ok(rewritten.args)
 }
 
@@ -124,7 +126,9 @@ pub fn plan(model: &Path, options: TrainOptions, log: &mut dyn FnMut(&dyn Displa
     };
     let model = &HubQuery { with_weights: false, stop: &StopFlag::default(), emit: &mut emit }.model(model)?;
     let (settings, shape) = (Settings::resolve_over(Settings::default(), options)?, presets::shape("model", model)?);
-    check_context(&settings, &shape, model)?.iter().for_each(|line| log(&format_args!("warning: {line}")));
+    if let Some(line) = &check_context(&settings, &shape, model)? {
+        log(&format_args!("warning: {line}"));
+    }
     let settings = packing::settle_for_plan(&settings, &mut |line| log(&line));
     let machine = Machine::of_run(&profile, &settings)?;
     let query = SearchQuery::new(&settings, &shape, &machine);
@@ -185,7 +189,9 @@ pub fn bench_step(
     let Some(record) = bench.run(Some(Box::new(move |why| on_alarm(Alarm::Stall(why)))), log)? else { return Ok(None) };
     // Printed before the file is written, so a write error does not lose the measurements.
     log(&format_args!("\n{record}"));
-    file.map_or(Ok(()), |mut file| file.append(&record))?;
+    if let Some(mut file) = file {
+        file.append(&record)?;
+    }
     Ok(Some(record))
 }
 
@@ -199,7 +205,9 @@ pub fn simulate(options: StepOptions, log: &mut dyn FnMut(&dyn Display)) -> Resu
     let simulation = Simulation::new(options, profile)?;
     let file = out.as_deref().map(RecordFile::open).transpose()?;
     let record = progress::with_progress(log, || simulation.run())?;
-    file.map_or(Ok(()), |mut file| file.append(&record))?;
+    if let Some(mut file) = file {
+        file.append(&record)?;
+    }
     Ok(record)
 }
 
@@ -212,7 +220,9 @@ pub fn probe(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> Resul
     let profile = probe::run(options, log)?;
     // A write error does not lose the measurements.
     file.map_or(Ok(()), |file| file.write(&profile)).inspect_err(|_| log(&profile.table()))?;
-    profile.unsteady().into_iter().for_each(|line| log(&line));
+    if let Some(line) = profile.unsteady() {
+        log(&line);
+    }
     Ok(profile.table())
 }
 
@@ -230,7 +240,9 @@ pub fn doctor() -> impl Display + Serialize {
 /// `Format` if there is no good checkpoint; `Io` if it cannot be read.
 pub fn digest(dir: &Path, log: &mut dyn FnMut(&dyn Display)) -> Result<(PathBuf, String)> {
     let (checkpoint, warnings) = checkpoint::find(dir)?;
-    warnings.iter().for_each(|line| log(&format_args!("warning: {line}")));
+    for line in &warnings {
+        log(&format_args!("warning: {line}"));
+    }
     let digest = digest_checkpoint(&checkpoint)?;
     Ok((checkpoint, digest))
 }
@@ -249,7 +261,9 @@ pub fn export(options: &ExportOptions, log: &mut dyn FnMut(&dyn Display)) -> Res
     let max_shard_bytes = options.max_shard_mb.map_or(Ok(MAX_SHARD_BYTES), bytes)?;
     let (dir, damaged) = if options.best { find_best(&options.dir)? } else { (options.dir.clone(), Vec::new()) };
     let exported = export_checkpoint(&dir, &options.out, Options { dtype, max_shard_bytes })?;
-    damaged.iter().chain(&exported.warnings).for_each(|line| log(&format_args!("warning: {line}")));
+    for line in damaged.iter().chain(&exported.warnings) {
+        log(&format_args!("warning: {line}"));
+    }
     Ok(format!("exported step {} of {} to {}", exported.step, exported.checkpoint.display(), options.out.display()))
 }
 

@@ -14,7 +14,7 @@ use crate::host::memory_policy::HugePagesChoice;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::host::perf::{WorkerCounters, WorkerCounts};
 use crate::host::wakeup::WakeUp;
-use crate::units::Bytes;
+use crate::units::{Bytes, counted};
 use gpu::GpuReport;
 use products::ModelProducts;
 use serde::Serialize;
@@ -44,7 +44,7 @@ impl Probes {
         let wake_up = WakeUp::measure(workers, CpuPlacement::on(topology, workers));
         let gpu = GpuReport::this_machine();
         let products = if gpu.usable.is_ok() { products::of_presets() } else { Ok(Vec::new()) };
-        Self { gpu, products, wake_up, counters: WorkerCounters::here().read() }
+        Self { gpu, products, wake_up, counters: WorkerCounters::of_this_thread().read() }
     }
 }
 
@@ -164,13 +164,9 @@ fn cpus(topology: &Topology) -> String {
     if topology.cpus.is_empty() {
         return unknown();
     }
-    let count = |number: Option<usize>, what| number.map_or_else(|| format!("{what}s unknown"), |number| plural(number, what));
+    let count = |number: Option<usize>, noun| number.map_or_else(|| format!("{noun}s unknown"), |number| counted(number, noun));
     let (cores, packages) = (count(topology.cores(), "core"), count(topology.packages(), "package"));
-    format!("{}, {cores}, {packages}", plural(topology.cpus.len(), "thread"))
-}
-
-fn plural(number: usize, what: &str) -> String {
-    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+    format!("{}, {cores}, {packages}", counted(topology.cpus.len(), "thread"))
 }
 
 /// The CPUs of the optimizer's threads. Beside a GPU one CPU is left for the driver; the CPU device computes and steps on all CPUs.
@@ -262,9 +258,9 @@ fn perf(topology: &Topology) -> String {
 fn gpu_name(topology: &Topology, gpu: &GpuReport) -> String {
     match (&gpu.facts, &topology.nvidia_driver) {
         (Ok(facts), _) => facts.to_string(),
-        (Err(cause), Some(version)) => format!("NVIDIA driver {version}, {}; {cause}", plural(topology.nvidia_devices, "GPU")),
+        (Err(cause), Some(version)) => format!("NVIDIA driver {version}, {}; {cause}", counted(topology.nvidia_devices, "GPU")),
         (Err(_), None) if topology.nvidia_devices > 0 => {
-            format!("{} but no NVIDIA driver loaded", plural(topology.nvidia_devices, "device file"))
+            format!("{} but no NVIDIA driver loaded", counted(topology.nvidia_devices, "device file"))
         }
         (Err(_), None) => "no NVIDIA driver".into(),
     }

@@ -59,7 +59,9 @@ impl DataFacts {
     pub(crate) fn new(dataset: &Dataset) -> Self {
         let (rows, row_tokens, lengths) = (dataset.sequences(), dataset.seq_length(), dataset.lengths());
         let mut up_to = BTreeMap::new();
-        lengths.iter().for_each(|(length, count)| *up_to.entry(length.next_power_of_two()).or_default() += count);
+        for (length, count) in &lengths {
+            *up_to.entry(length.next_power_of_two()).or_default() += count;
+        }
         let filled: usize = lengths.iter().map(|(length, count)| length * count).sum();
         Self {
             documents: dataset.documents(),
@@ -227,7 +229,9 @@ impl PlanFacts {
     pub(crate) fn new(plan: &Plan) -> Self {
         let layout = &plan.placement.layout;
         let mut layer_policies = BTreeMap::new();
-        plan.placement.layer_policies.iter().for_each(|policy| *layer_policies.entry(policy.to_string()).or_default() += 1);
+        for policy in &plan.placement.layer_policies {
+            *layer_policies.entry(policy.to_string()).or_default() += 1;
+        }
         Self {
             strategy: plan.protocol.strategy,
             techniques: plan.protocol.techniques,

@@ -10,7 +10,7 @@ pub struct Injection {
     pub step: u64,
     /// Index into the flat gradient.
     pub element: usize,
-    /// The gradient share of the step, counted from 0.
+    /// The partial sum of the step, counted from 0.
     #[serde(default)]
     pub share: usize,
     /// The written value: a number, `nan`, `inf` or `-inf`. Serialised as text, because JSON has no NaN.

@@ -4,7 +4,7 @@
 //! unused ones.
 
 pub mod bucket {
-    pub use crate::bucket::layout::{BucketLayout, Tier};
+    pub use crate::bucket::layout::{BucketLayout, BucketStarts, LayoutRequest, Tier};
     pub use crate::bucket::slot::Slot;
 }
 
@@ -44,17 +44,8 @@ pub mod data {
 pub mod device {
     pub use crate::device::cpu::{CpuDevice, StreamOrder};
     pub use crate::device::footprint::gpu::RING_CHUNK_BYTES;
-    pub use crate::device::{
-        AbsMaxScale, Adam, AddKeyGradients, AttentionBackward, AttentionForward, AttentionShape, BiasBackward, Cast, ClampedSwiglu,
-        Combine, CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, Dispatch, Embed, EmbedBackward, ExpertActivation, ExpertBackward,
-        ExpertBias, ExpertBiasDot, Geglu, GegluBackward, Gelu, GeluBackward, GradNormPartials, GroupedMatmul, GroupedShape, LayerNorm,
-        LayerNormBackward, Matmul, MatmulLayout, MatmulShape, Poke, QkNorm, QkNormBackward, Quantize, RmsNorm, RmsNormBackward, Rope,
-        Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, ScaleAdd, ScaleCell, ScaledMatmul, ScatterRows,
-        SegmentSums, Segments, Sinks, SinksBackward, SumSlices, Swiglu, SwigluBackward, WithScale, Zero,
-    };
-    pub use crate::device::{
-        Attention, Device, DeviceKind, DeviceSlice, Engines, EventId, ExpertProducts, Kernel, Kernels, Launch, Stream,
-    };
+    pub use crate::device::kernels::*;
+    pub use crate::device::{Attention, Device, DeviceKind, DeviceSlice, Engines, EventId, ExpertProducts, Kernel, Stream};
     #[cfg(feature = "cuda")]
     pub mod cuda {
         pub use crate::device::cuda::{CudaDevice, CudaOptions, free_bytes, probe, visible_gpus};
@@ -70,7 +61,7 @@ pub mod engine {
     pub use crate::engine::executor::{Engine, StepReport};
     pub use crate::engine::memory::expert_rows::ExpertLoad;
     pub use crate::engine::pool::Pool;
-    pub use crate::engine::protocol::coordinator::{Counts, GradUpdate, Update, Work};
+    pub use crate::engine::protocol::coordinator::{Counts, GradUpdate, Work};
     pub use crate::engine::protocol::verdict::{SpeculationHistory, Verdict};
     pub use crate::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
     pub use crate::engine::watch::watchdog::Watchdog;
@@ -93,7 +84,6 @@ pub mod hardware {
 pub mod host {
     pub use crate::host::affinity::{CpuPlacement, name_and_pin, workers_beside_others};
     pub use crate::host::doorbell::Doorbell;
-    pub use crate::host::homes::WorkerNodes;
     pub use crate::host::memory_policy::{HugePagesChoice, MemoryPolicy};
     #[cfg(feature = "mpam")]
     pub use crate::host::partition::join_optimizer;
@@ -101,6 +91,7 @@ pub mod host {
     pub use crate::host::pool::{Call, Job, Threads, run_alone};
     pub use crate::host::resctrl_group::ResctrlGroup;
     pub use crate::host::wakeup::{Latency, WakeUp};
+    pub use crate::host::worker_nodes::WorkerNodes;
 }
 
 pub mod launch {
@@ -138,11 +129,14 @@ pub mod model_dir {
 }
 
 pub mod optim {
-    pub use crate::optim::StatePart;
     pub use crate::optim::adam::{AdamConsts, AdamElement, AdamHyper, AdamState, AdamStep};
+    pub use crate::optim::clip::{ClipMemory, ClipRule};
+    pub use crate::optim::formats::{Grads, Weights};
     pub use crate::optim::moments::{Moment, Moments};
     pub use crate::optim::norm::{BLOCK, fold};
-    pub use crate::optim::simd::{AdamKernels, Grads, Isa, Stores, Weights};
+    pub use crate::optim::optimizer::{Optimizer, Update};
+    pub use crate::optim::simd::{AdamKernels, Isa, Stores};
+    pub use crate::optim::state_array::{StateArrays, StatePart};
 }
 
 pub mod planner {

@@ -286,7 +286,9 @@ fn run(command: CliCommand) -> Result<i32> {
 /// The options over those of the configuration files; a line for each key that means nothing here.
 fn over_file(options: TrainOptions) -> Result<TrainOptions> {
     let options = options.over_config_file()?;
-    options.ignored.iter().for_each(|line| complain("ignored", line));
+    for line in &options.ignored {
+        complain("ignored", line);
+    }
     options.notes.iter().for_each(remark);
     Ok(options)
 }
@@ -364,7 +366,7 @@ fn bench_step(options: StepOptions) -> Result<()> {
     let is_printed = options.out.is_none();
     let options = StepOptions { train: commands::under_launcher(over_file(options.train)?)?, ..options };
     let record = commands::bench_step(options, Box::new(end_on_alarm(ProgressBar::hidden())), &mut |line| remark(line))?;
-    record.filter(|_| is_printed).map_or(Ok(()), |record| answer_json(&record))
+    if let Some(record) = record.filter(|_| is_printed) { answer_json(&record) } else { Ok(()) }
 }
 
 fn run_plan(options: PlanOptions) -> Result<()> {
@@ -433,7 +435,9 @@ impl Observer for Person {
         let norm = m.grad_norm.map_or("non-finite".into(), |norm| format!("{norm:.3}"));
         self.bar.set_message(format!("loss {:.4}  norm {norm}  {:.0} tokens/s", m.loss, m.tokens_per_second));
         let line = self.facts.as_ref().and_then(|facts| facts.log_line(m, self.start.elapsed()));
-        line.iter().for_each(|line| self.line(line));
+        if let Some(line) = &line {
+            self.line(line);
+        }
     }
 
     fn note(&mut self, line: &str) {
@@ -450,7 +454,7 @@ impl Observer for Person {
         self.bar.suspend(|| complain("warning", line));
     }
 
-    fn progress(&mut self, what: &str, done: u64, all: u64) {
+    fn progress(&mut self, activity: &str, done: u64, all: u64) {
         if std::io::stderr().is_terminal() {
             if self.bar.is_hidden() || self.bar.is_finished() {
                 let style = ProgressStyle::with_template("{bar:32} {bytes}/{total_bytes}  {elapsed} elapsed, {eta} left  {msg}");
@@ -458,11 +462,11 @@ impl Observer for Person {
                 self.bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
             }
             self.bar.set_length(all);
-            self.bar.set_message(printable_lines(what));
+            self.bar.set_message(printable_lines(activity));
             self.bar.set_position(done);
         } else if self.last_progress.elapsed() >= PROGRESS_INTERVAL {
             self.last_progress = Instant::now();
-            log(format_args!("{what}: {} of {}", BinaryBytes(done), BinaryBytes(all)));
+            log(format_args!("{activity}: {} of {}", BinaryBytes(done), BinaryBytes(all)));
         }
     }
 

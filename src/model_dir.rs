@@ -80,7 +80,7 @@ impl ModelDir {
 ///
 /// # Errors
 /// `Usage` with the nearest name beside it, and the form of a name on the hub.
-pub(crate) fn expect_there(model: &Path) -> Result<()> {
+pub(crate) fn expect_exists(model: &Path) -> Result<()> {
     if model.symlink_metadata().is_ok() {
         return Ok(());
     }
@@ -101,16 +101,19 @@ mod tests {
         }
         fs::remove_dir(dir.path().join("tinyy.txt")).unwrap();
         fs::write(dir.path().join("tinyy.txt"), "a file").unwrap();
-        let refused = |name: &str| expect_there(&dir.path().join(name)).unwrap_err();
-        let here = dir.path().display();
+        let refused = |name: &str| expect_exists(&dir.path().join(name)).unwrap_err();
+        let folder = dir.path().display();
         let expected = "expected a directory with config.json, or a name on the hub as org/model";
-        assert_eq!(refused("tinyy").to_string(), format!("--model {here}/tinyy: no such directory; did you mean {here}/tiny?; {expected}"));
-        assert_eq!(refused("xxxx").to_string(), format!("--model {here}/xxxx: no such directory; {expected}"));
+        assert_eq!(
+            refused("tinyy").to_string(),
+            format!("--model {folder}/tinyy: no such directory; did you mean {folder}/tiny?; {expected}")
+        );
+        assert_eq!(refused("xxxx").to_string(), format!("--model {folder}/xxxx: no such directory; {expected}"));
         assert_eq!(refused("tinyy").exit_code(), 2);
         for path in ["/no/where/at/all", "..x", "nowhere-at-all", "", "a/.."] {
-            assert!(expect_there(Path::new(path)).unwrap_err().to_string().starts_with(&format!("--model {path}: no such")), "{path}");
+            assert!(expect_exists(Path::new(path)).unwrap_err().to_string().starts_with(&format!("--model {path}: no such")), "{path}");
         }
-        assert!(expect_there(&dir.path().join("tiny")).is_ok());
+        assert!(expect_exists(&dir.path().join("tiny")).is_ok());
     }
     use std::fs;
     use std::os::unix::fs::symlink;

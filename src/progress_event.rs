@@ -8,10 +8,10 @@ pub enum ProgressEvent<'a> {
     Detail(&'a str),
     /// A line for people: something is not as it should be.
     Warn(&'a str),
-    /// Of `all` bytes `done` are read; `what` is done with them, in words.
+    /// Of `all` bytes `done` are read; `activity` is done with them, in words.
     Progress {
         /// Verb and object.
-        what: &'a str,
+        activity: &'a str,
         /// Bytes read.
         done: u64,
         /// Bytes to read.

@@ -43,17 +43,17 @@ pub struct Span {
 pub struct Recorder {
     /// Name shown beside the track: `compute`, `adam-03`.
     pub track: String,
-    room: usize,
+    capacity: usize,
     spans: VecDeque<Span>,
     dropped: u64,
 }
 
 impl Recorder {
-    /// A recorder with room for `room` spans. The memory is touched now, so that the resident set does not grow during a run.
-    pub fn new(track: impl Into<String>, room: usize) -> Self {
-        let mut spans = VecDeque::from(vec![Span::default(); room]);
+    /// A recorder with room for `capacity` spans. The memory is touched now, so that the resident set does not grow during a run.
+    pub fn new(track: impl Into<String>, capacity: usize) -> Self {
+        let mut spans = VecDeque::from(vec![Span::default(); capacity]);
         spans.clear();
-        Self { track: track.into(), room, spans, dropped: 0 }
+        Self { track: track.into(), capacity, spans, dropped: 0 }
     }
 
     /// Records a span from `start_ns` until now.
@@ -63,7 +63,7 @@ impl Recorder {
 
     /// Records a span with times converted from another clock.
     pub(crate) fn past_span(&mut self, name: &'static str, index: u32, start_ns: u64, duration_ns: u64) {
-        if self.spans.len() == self.room {
+        if self.spans.len() == self.capacity {
             self.dropped += 1;
             // A recorder without room drops every span.
             if self.spans.pop_front().is_none() {

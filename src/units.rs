@@ -57,6 +57,16 @@ impl fmt::Display for Count {
     }
 }
 
+/// `number` and its `noun`, in the plural unless the number is 1: `1 thread`, `2 threads`, `2 passes`.
+pub(crate) fn counted<N: PartialEq + From<u8> + fmt::Display>(number: N, noun: &str) -> String {
+    let end = match number == N::from(1) {
+        true => "",
+        false if noun.ends_with('s') || noun.ends_with("ch") => "es",
+        false => "s",
+    };
+    format!("{number} {noun}{end}")
+}
+
 /// A byte count. Prints with a binary unit, reads `80GiB`, `1.5 TiB`, `900MiB` or a plain number of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 pub struct Bytes(pub u64);
@@ -136,6 +146,13 @@ mod tests {
         // Just under the threshold torch's epsilon still clips: 1 / (1 + 1e-6) < 1.
         assert!(Norm(1.0).clip_scale(1.0).is_some());
         assert_eq!(NormSq(9.0).norm(0.5), Norm(1.5));
+    }
+
+    #[test]
+    fn one_of_a_kind_is_singular() {
+        assert_eq!([0usize, 1, 2].map(|number| counted(number, "thread")), ["0 threads", "1 thread", "2 threads"]);
+        assert_eq!([1u64, 3].map(|number| counted(number, "pass")), ["1 pass", "3 passes"]);
+        assert_eq!([1u64, 3].map(|number| counted(number, "micro-batch")), ["1 micro-batch", "3 micro-batches"]);
     }
 
     #[test]

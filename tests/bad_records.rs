@@ -40,7 +40,7 @@ fn a_bad_record_ends_a_run_with_its_place_and_leaves_nothing() {
     let workspace = Workspace::new();
     let long = "x".repeat(10 << 20);
     let output = |messages: Value| json!({"messages": messages}).to_string();
-    let said_by = |key: &str, value: Value| output(json!([turn("user", "a"), {"role": "assistant", "content": "b", key: value}]));
+    let with_key = |key: &str, value: Value| output(json!([turn("user", "a"), {"role": "assistant", "content": "b", key: value}]));
     let alternating = |count: usize, words: &str, thinking: &str| {
         let answer = json!({"role": "assistant", "content": words, "thinking": thinking});
         output(json!((0..count).flat_map(|_| [turn("user", words), answer.clone()]).collect::<Vec<_>>()))
@@ -65,9 +65,9 @@ fn a_bad_record_ends_a_run_with_its_place_and_leaves_nothing() {
         (requested(&long).to_string(), "at most 4194304 go through a chat template"),
         (alternating(400, &"word ".repeat(40), "hm"), "its answers come to more than 16777216 bytes of text"),
         (alternating(5000, "word", ""), "the chat template takes too long for 10000 messages"),
-        (said_by("train", json!("false")), "message 1 of `messages` has train \"false\": true or false are its possible values"),
-        (said_by("weight", json!("0")), "message 1 of `messages` has weight \"0\": 0 or 1 are its possible values"),
-        (said_by("weight", json!(0.5)), "has weight 0.5: 0 or 1"),
+        (with_key("train", json!("false")), "message 1 of `messages` has train \"false\": true or false are its possible values"),
+        (with_key("weight", json!("0")), "message 1 of `messages` has weight \"0\": 0 or 1 are its possible values"),
+        (with_key("weight", json!(0.5)), "has weight 0.5: 0 or 1"),
         (json!({"text": "a"}).to_string(), "lacks the columns of messages, which its file has"),
         ("{\"messages\": [".into(), "EOF while parsing"),
     ];

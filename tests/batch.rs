@@ -120,13 +120,13 @@ fn documents_that_share_a_row_equal_documents_in_separate_rows_to_the_bit() {
 }
 
 /// Compares two steps that differ only in the order of sums.
-fn assert_near(have: (&StepReport, &[f32]), want: (&StepReport, &[f32]), what: &str) {
+fn assert_near(have: (&StepReport, &[f32]), want: (&StepReport, &[f32]), case: &str) {
     let near = |a: f64, b: f64| (a / b - 1.0).abs() < 4e-6;
-    assert!(near(f64::from(have.0.loss), f64::from(want.0.loss)), "{what}: loss {} and {}", have.0.loss, want.0.loss);
-    assert!(near(have.0.grad_norm.0, want.0.grad_norm.0), "{what}: norm {:?} and {:?}", have.0.grad_norm, want.0.grad_norm);
+    assert!(near(f64::from(have.0.loss), f64::from(want.0.loss)), "{case}: loss {} and {}", have.0.loss, want.0.loss);
+    assert!(near(have.0.grad_norm.0, want.0.grad_norm.0), "{case}: norm {:?} and {:?}", have.0.grad_norm, want.0.grad_norm);
     // An update is at most the learning rate, with an error proportional to that of the gradient over epsilon.
     let furthest = have.1.iter().zip(want.1).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    assert!(furthest < 1e-6, "{what}: parameters differ by {furthest}");
+    assert!(furthest < 1e-6, "{case}: parameters differ by {furthest}");
 }
 
 fn one_step(
@@ -195,9 +195,9 @@ fn micro_batches_weigh_as_much_as_they_have_targets_that_count() {
     let mut few = rows.clone();
     few[1][0].targets[9] = 4;
     for shape in shapes() {
-        for (what, rows) in [("one micro-batch without a target", &rows), ("one with a single target", &few)] {
+        for (case, rows) in [("one micro-batch without a target", &rows), ("one with a single target", &few)] {
             let (want, have) = (one_step(&shape, (3, 16, 1), false, rows.clone()), one_step(&shape, (1, 16, 3), false, rows.clone()));
-            assert_near((&have.0, &have.1), (&want.0, &want.1), &format!("{:?}, {what}", shape.family));
+            assert_near((&have.0, &have.1), (&want.0, &want.1), &format!("{:?}, {case}", shape.family));
         }
     }
 }

@@ -29,8 +29,8 @@ fn chats_are_trained_by_their_answers_and_a_resume_keeps_their_boundaries() {
     let workspace = Workspace::new();
     let flags = chats(&workspace, "that is");
     let whole = train(&workspace, "whole", &flags, &[]);
-    let share = whole.stdout.lines().find(|line| line.contains("% trained)")).unwrap_or_else(|| panic!("{whole:?}"));
-    assert!(share.contains("tokens ("), "{share}");
+    let trained = whole.stdout.lines().find(|line| line.contains("% trained)")).unwrap_or_else(|| panic!("{whole:?}"));
+    assert!(trained.contains("tokens ("), "{trained}");
     let (digest, all) = (whole.digest().to_string(), train(&workspace, "all", &flags, &["--train-on=all"]));
     assert!(all.digest() != digest && all.stdout.contains("tokens (100.0 % trained)"), "{all:?}");
     workspace.copy_checkpoints("whole", "resumed", &[6]);
@@ -66,8 +66,8 @@ fn chats_without_an_answer_or_a_template_are_refused() {
     assert!(workspace.names("out", "checkpoint-").is_empty());
 }
 
-/// Lists that double are one instruction each, and more than memory after forty; texts that do are counted. A namespace within itself has no
-/// end when it is written.
+/// Lists that double are one instruction each, and more than memory after forty; texts that do are counted. A namespace within itself has
+/// no end when it is written.
 #[test]
 fn a_template_that_works_without_end_ends_the_program() {
     let workspace = Workspace::new();
@@ -117,10 +117,10 @@ fn no_process_outlives_a_program_that_is_killed() {
     command.process_group(0).stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = command.spawn().unwrap();
     let id = child.id();
-    let wait = |what: &str, is_so: &dyn Fn() -> bool| {
+    let wait = |event: &str, is_so: &dyn Fn() -> bool| {
         let began = Instant::now();
         while !is_so() {
-            assert!(began.elapsed() < Duration::from_secs(30), "{what}: {} processes", group(id));
+            assert!(began.elapsed() < Duration::from_secs(30), "{event}: {} processes", group(id));
             std::thread::sleep(Duration::from_millis(10));
         }
         began.elapsed()

@@ -543,7 +543,7 @@ fn a_probe_measures_the_machine_and_writes_a_profile() {
         run(command.args(flags))
     };
     let probed = probe(&["--seconds=1", "--out", out.to_str().unwrap()]);
-    assert!(probed.code == 0 && probed.stdout.contains("adam_bytes_per_s, 1 threads"), "{probed:?}");
+    assert!(probed.code == 0 && probed.stdout.contains("adam_bytes_per_s, 1 thread "), "{probed:?}");
     assert!(probed.stderr.contains("host:") && !probed.stdout.contains("link"), "{probed:?}");
     let profile = Profile::load(out.to_str().unwrap()).unwrap();
     assert!(profile.name == "my-box" && profile.gpu.is_none() && profile.link.is_none() && profile.contention.is_none());

@@ -120,10 +120,10 @@ fn accelerate_and_deepspeed_convert_to_what_train_reads() {
     let other = workspace.write("other.yaml", "seed: 1\n");
     run(program(&["convert-config"]).arg(other)).refused(2, &["other.yaml", "not a configuration of TRL, axolotl"]);
     // Nothing but an earlier conversion is replaced.
-    let (file, mine) = (example(&workspace, "trl-sft.yaml"), workspace.write("mine.toml", "seed = 1\n"));
+    let (file, own_file) = (example(&workspace, "trl-sft.yaml"), workspace.write("mine.toml", "seed = 1\n"));
     assert_eq!((convert(&file, &workspace.path("a.toml")).code, convert(&file, &workspace.path("a.toml")).code), (0, 0));
-    let kept = convert(&file, &mine);
-    assert!(kept.code == 2 && fs::read_to_string(&mine).unwrap() == "seed = 1\n", "{kept:?}");
+    let kept = convert(&file, &own_file);
+    assert!(kept.code == 2 && fs::read_to_string(&own_file).unwrap() == "seed = 1\n", "{kept:?}");
 }
 
 #[test]

@@ -123,13 +123,13 @@ fn large_text_is_prepared_once_and_trains_to_the_bits_of_its_token_file() {
 }
 
 /// What stands where a file of data was.
-fn replaced_by(path: &Path, what: &str) {
+fn replaced_by(path: &Path, kind: &str) {
     match fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => fs::remove_dir(path).unwrap(),
         Ok(_) => fs::remove_file(path).unwrap(),
         Err(_) => {}
     }
-    match what {
+    match kind {
         "a pipe" => nix::unistd::mkfifo(path, nix::sys::stat::Mode::S_IRWXU).unwrap(),
         "a directory" => fs::create_dir(path).unwrap(),
         _ => {}
@@ -153,11 +153,11 @@ fn a_resume_reads_no_data_that_is_as_it_was_and_goes_on_without() {
     file.write_all_at(&vec![0xff; before.len() as usize], 0).unwrap();
     file.set_modified(before.modified().unwrap()).unwrap();
     resumed(6).digest();
-    for (steps, what, cause) in [(8, "", "No such file"), (10, "a pipe", "not a regular file"), (12, "a directory", "not a regular file")] {
-        replaced_by(&path, what);
+    for (steps, kind, cause) in [(8, "", "No such file"), (10, "a pipe", "not a regular file"), (12, "a directory", "not a regular file")] {
+        replaced_by(&path, kind);
         let outcome = resumed(steps);
         let message: Vec<_> = outcome.stdout.lines().filter(|line| line.contains("large.jsonl") && line.contains(cause)).collect();
-        let [message] = message[..] else { panic!("{what}: {outcome:?}") };
+        let [message] = message[..] else { panic!("{kind}: {outcome:?}") };
         assert!(
             message.contains("training continues with the tokens that were prepared from it, in ") && message.contains("/cache/"),
             "{message}"
@@ -192,21 +192,21 @@ fn a_resume_works_without_cached_data_and_after_the_run_was_moved() {
     write();
     let evaluated =
         |out: &str| workspace.metrics(out).into_iter().rfind(|line| line.get("eval_loss").is_some()).unwrap()["eval_loss"].clone();
-    let go_on = |out: &str, more: &[&str]| {
+    let resume = |out: &str, more: &[&str]| {
         let flags = ["--data", path.to_str().unwrap(), "--eval-data", eval.to_str().unwrap(), "--eval-steps=6", "--device=cpu", "--gpus=2"];
         run(&mut train(&workspace, out, &[&flags, more].concat()))
     };
     let auto = ["--resume-from-checkpoint=auto", "--max-steps=12"];
-    let digest = go_on("whole", &["--max-steps=12"]).digest().to_string();
-    go_on("out", &["--max-steps=6"]).digest();
+    let digest = resume("whole", &["--max-steps=12"]).digest().to_string();
+    resume("out", &["--max-steps=6"]).digest();
     assert!(!workspace.path("cache").exists(), "small text is kept beside the run");
     replaced_by(&path, "");
     replaced_by(&eval, "");
     let checkpoint = workspace.path("out/checkpoint-6");
-    let elsewhere = go_on("other", &["--max-steps=12", "--resume-from-checkpoint", checkpoint.to_str().unwrap()]);
-    assert_eq!(elsewhere.digest(), digest);
+    let other = resume("other", &["--max-steps=12", "--resume-from-checkpoint", checkpoint.to_str().unwrap()]);
+    assert_eq!(other.digest(), digest);
     fs::rename(workspace.path("out"), workspace.path("moved")).unwrap();
-    let moved = go_on("moved", &auto);
+    let moved = resume("moved", &auto);
     assert_eq!((moved.digest(), evaluated("moved")), (digest.as_str(), evaluated("whole")));
     for name in ["small.jsonl", "eval.jsonl"] {
         let message = |line: &&str| {
@@ -214,13 +214,14 @@ fn a_resume_works_without_cached_data_and_after_the_run_was_moved() {
         };
         assert_eq!(moved.stdout.lines().filter(message).count(), 1, "{moved:?}");
     }
-    go_on("moved", &["--resume-from-checkpoint=auto", "--max-steps=13", "--allow-changed=data"]).refused(1, &["small.jsonl: No such file"]);
+    resume("moved", &["--resume-from-checkpoint=auto", "--max-steps=13", "--allow-changed=data"])
+        .refused(1, &["small.jsonl: No such file"]);
     // What is back is taken for what it is.
     write();
-    go_on("moved", &["--resume-from-checkpoint=auto", "--max-steps=13"]).digest();
+    resume("moved", &["--resume-from-checkpoint=auto", "--max-steps=13"]).digest();
     fs::write(&path, (1..90).map(answer).collect::<String>()).unwrap();
-    go_on("moved", &["--resume-from-checkpoint=auto", "--max-steps=14"]).refused(2, &["the data differs from the checkpoint's"]);
-    go_on("moved", &["--max-steps=1"]).digest();
+    resume("moved", &["--resume-from-checkpoint=auto", "--max-steps=14"]).refused(2, &["the data differs from the checkpoint's"]);
+    resume("moved", &["--max-steps=1"]).digest();
     assert_eq!(workspace.names("moved/.superoffload/tokens", "").len(), 4, "two folders and their locks: what other data left has gone");
 }
 
@@ -231,24 +232,24 @@ fn a_directory_of_data_may_lose_files_and_may_not_gain_any() {
         workspace.write(&format!("corpus/{name}.txt"), format!("the words of {name} ").repeat(60));
     }
     let corpus = workspace.path("corpus");
-    let go_on = |out: &str, more: &str| {
+    let resume = |out: &str, more: &str| {
         run(&mut train(&workspace, out, &["--data", corpus.to_str().unwrap(), "--eval-split=1", "--resume-from-checkpoint=auto", more]))
     };
-    let digest = go_on("whole", "--max-steps=12").digest().to_string();
-    go_on("out", "--max-steps=6").digest();
+    let digest = resume("whole", "--max-steps=12").digest().to_string();
+    resume("out", "--max-steps=6").digest();
     fs::remove_file(corpus.join("a.txt")).unwrap();
     fs::remove_file(corpus.join("c.txt")).unwrap();
-    let less = go_on("out", "--max-steps=9");
+    let less = resume("out", "--max-steps=9");
     assert!(
         less.stdout.contains("a.txt: No such file") && less.stdout.contains(", and the same for 1 more: training continues"),
         "{less:?}"
     );
     fs::remove_dir_all(&corpus).unwrap();
-    assert_eq!(go_on("out", "--max-steps=12").digest(), digest);
+    assert_eq!(resume("out", "--max-steps=12").digest(), digest);
     for name in ["d", "e"] {
         workspace.write(&format!("corpus/{name}.txt"), format!("other words of {name} ").repeat(60));
     }
-    go_on("out", "--max-steps=13").refused(2, &["the data differs from the checkpoint's", "file 1 was "]);
+    resume("out", "--max-steps=13").refused(2, &["the data differs from the checkpoint's", "file 1 was "]);
 }
 
 #[test]
@@ -264,7 +265,7 @@ fn text_that_was_prepared_ahead_is_found_by_training() {
     let [folder, _] = workspace.names("cache", "").try_into().unwrap();
     let bytes = fs::metadata(&large).unwrap().len();
     for words in
-        [format!("prepared  {bytes} tokens of 1 documents, 100.0 % trained\n"), " M tokens/s (".into(), format!("/cache/{folder}\n")]
+        [format!("prepared  {bytes} tokens of 1 document, 100.0 % trained\n"), " M tokens/s (".into(), format!("/cache/{folder}\n")]
     {
         assert!(first.stdout.contains(&words), "{words:?} is not in {first:?}");
     }

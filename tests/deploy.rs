@@ -89,7 +89,7 @@ fn the_job_of_several_machines_starts_a_process_on_each_and_is_queued_again() {
     job.env("DEVICE", "cpu");
     let srun = format!("bash {}", srun.display());
     let ended = run(job.env("SRUN", srun).env("OUT", &out).env("PORT", port.to_string()));
-    let words = ["meeting the others at ", ": process 1 followed process 0\n", ": queued again\nrequeued\n"];
+    let words = ["; process 0 of 2\n", ": process 1 followed process 0\n", ": queued again\nrequeued\n"];
     assert!(ended.code == 0 && words.iter().all(|word| ended.stdout.contains(word)), "{ended:?}");
     assert_eq!(workspace.names("out", "checkpoint-").len(), 1);
 }

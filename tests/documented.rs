@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// Documented commands that need minutes, a large model or a GPU. They are covered by tests/selftest.rs, tests/readme.rs and the tests of
 /// `src/probe` and `src/search`.
-const ELSEWHERE: [&str; 5] = [
+const UNTESTED: [&str; 5] = [
     "superoffload selftest",
     "superoffload bench step --model-config qwen3-4b",
     "superoffload probe",
@@ -79,7 +79,7 @@ fn every_command_that_is_shown_ends_well() {
     let workspace = newcomer();
     let (mut given, mut digests) = (0, Vec::new());
     for document in documents() {
-        for command in commands(&document).iter().filter(|command| !ELSEWHERE.iter().any(|elsewhere| command.starts_with(elsewhere))) {
+        for command in commands(&document).iter().filter(|command| !UNTESTED.iter().any(|start| command.starts_with(start))) {
             let outcome = give(&workspace, command);
             assert_eq!(outcome.code, 0, "{document}: {command}: {outcome:?}");
             digests.extend(command.contains("--digest").then(|| outcome.digest().to_string()));
@@ -97,6 +97,6 @@ fn every_command_that_is_shown_ends_well() {
 #[test]
 fn commands_that_run_elsewhere_are_shown() {
     let all: Vec<String> = documents().iter().flat_map(|document| commands(document)).collect();
-    let unshown = ELSEWHERE.iter().find(|elsewhere| !all.iter().any(|command| command.starts_with(**elsewhere)));
+    let unshown = UNTESTED.iter().find(|start| !all.iter().any(|command| command.starts_with(**start)));
     assert_eq!(unshown, None);
 }

@@ -9,7 +9,8 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use serde_json::json;
 use std::cell::Cell;
-use superoffload::internals::bucket::{BucketLayout, Tier};
+use std::collections::HashSet;
+use superoffload::internals::bucket::{BucketLayout, BucketStarts, LayoutRequest, Tier};
 #[cfg(feature = "stv")]
 use superoffload::internals::data::{Batch, Batches};
 use superoffload::internals::device::Kernels;
@@ -33,7 +34,7 @@ struct Case {
     tied: bool,
     dtype: &'static str,
     moments: &'static str,
-    shares: usize,
+    partial_sums: usize,
     /// Consecutive shares that are summed and rounded as a group.
     group: usize,
     micro_batches: usize,
@@ -64,6 +65,8 @@ struct Way {
     sums_on_host: bool,
     /// Whether rows of a tied embedding leave early, where possible.
     early: bool,
+    /// Whether every bucket holds whole tensors.
+    whole_tensors: bool,
 }
 
 const STEPS: u64 = 6;
@@ -95,6 +98,7 @@ const REFERENCE: Way = Way {
     ringed: false,
     sums_on_host: false,
     early: false,
+    whole_tensors: false,
 };
 
 /// Digest, counts of bucket steps, and for each step the loss and the expert load.
@@ -107,6 +111,8 @@ thread_local! {
     static RINGED: Cell<usize> = const { Cell::new(0) };
     /// Count of runs with sums on the host.
     static SUMMED_THERE: Cell<usize> = const { Cell::new(0) };
+    /// Count of runs with buckets of at least three lengths.
+    static UNEQUAL: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Runs the steps of a case on an engine with one or several devices.
@@ -135,13 +141,13 @@ impl UseEngine for Steps<'_> {
 fn run(case: &Case, way: &Way) -> Run {
     let model = if case.experts { tiny_moe } else { tiny_llama };
     let (shape, blocks) = (model(case.layers, 32, case.vocab, case.tied), |shape| TensorTable::new(shape).flat_elems() / BLOCK);
-    let ranks = (1..=way.ranks.min(blocks(&shape))).rfind(|ranks| case.shares.is_multiple_of(*ranks)).unwrap();
+    let ranks = (1..=way.ranks.min(blocks(&shape))).rfind(|ranks| case.partial_sums.is_multiple_of(*ranks)).unwrap();
     // Each rank owns at least one block of every bucket.
     let bucket_kib = if ranks > 1 { way.bucket_kib.max(16 * ranks) } else { way.bucket_kib };
     let table = TensorTable::new(&shape);
     let element = |at: f64| table.specs()[(at * table.specs().len() as f64) as usize].range().start + (at * 7.0) as usize;
     let inject = case.faults.iter().map(|(step, at, share, value)| {
-        let share = share % case.shares;
+        let share = share % case.partial_sums;
         format!("{{step = {step}, element = {}, share = {share}, value = {value}}}", element(*at))
     });
     // Settings must not request techniques that are turned off or not compiled in.
@@ -163,8 +169,8 @@ fn run(case: &Case, way: &Way) -> Run {
         cast,
         case.seed,
         case.moments,
-        case.shares * case.micro_batches / ranks,
-        case.shares,
+        case.partial_sums * case.micro_batches / ranks,
+        case.partial_sums,
         case.group,
         ranks,
         case.max_norm,
@@ -179,12 +185,27 @@ fn run(case: &Case, way: &Way) -> Run {
     let early = if way.early { plan("auto", "on").ok() } else { None };
     let mut plan = sharded.or(early).unwrap_or_else(|| plan("auto", "off").unwrap());
     EARLY.with(|runs| runs.set(runs.get() + usize::from(!plan.placement.layout.early().is_empty())));
+    if way.whole_tensors && plan.placement.rings.weights.is_none() {
+        cut_at_tensors(&mut plan, &table, resident);
+    }
     plan.placement.rings.grads = grad_ring(&plan, &table).filter(|_| way.ringed && case.micro_batches == 1);
     RINGED.with(|runs| runs.set(runs.get() + usize::from(plan.placement.rings.grads.is_some())));
-    plan.placement.rings.sums_on_host = way.sums_on_host && ranks == 1 && case.shares > 1 && plan.placement.layout.offloaded() > 0;
+    plan.placement.rings.sums_on_host = way.sums_on_host && ranks == 1 && case.partial_sums > 1 && plan.placement.layout.offloaded() > 0;
     SUMMED_THERE.with(|runs| runs.set(runs.get() + usize::from(plan.placement.rings.sums_on_host)));
     SHARDED.with(|runs| runs.set(runs.get() + usize::from(ranks > 1 && plan.placement.rings.weights.is_some())));
     on_cpus(&plan, &shape, &Topology::this_machine(), Steps(case, way)).unwrap_or_else(|error| panic!("{error}: {case:?} {way:?}"))
+}
+
+/// Cuts the buckets of `plan` so that each holds whole tensors.
+fn cut_at_tensors(plan: &mut Plan, table: &TensorTable, resident: usize) {
+    let tensors: Vec<usize> = table.specs().iter().map(|spec| spec.offset_elems).collect();
+    let (flat_elems, bucket_elems) = (plan.placement.layout.flat_elems(), plan.placement.layout.bucket_elems());
+    let away = if plan.placement.layout.offloaded() > 0 { Tier::Host } else { Tier::Device };
+    let layout = LayoutRequest { flat_elems, bucket_elems, away, starts: BucketStarts::Tensors(&tensors) }.layout().with_resident(resident);
+    plan.placement.grad_slots = plan.placement.grad_slots + layout.offloaded() - plan.placement.layout.offloaded();
+    plan.placement.layout = layout;
+    let lengths: HashSet<usize> = (0..plan.placement.layout.count()).map(|bucket| plan.placement.layout.range(bucket).len()).collect();
+    UNEQUAL.with(|runs| runs.set(runs.get() + usize::from(lengths.len() > 2)));
 }
 
 fn reference(case: &Case) -> Run {
@@ -205,20 +226,22 @@ fn cases() -> impl Strategy<Value = Case> {
         prop::sample::select(vec![0.0, 1e-3, 1.3, 1.7, 2.2, 1e9]),
         prop::collection::vec(fault, 0..3),
     )
-        .prop_map(|(seed, (layers, experts), vocab, tied, (dtype, moments), (shares, group, micro_batches), max_norm, faults)| Case {
-            seed: u64::from(seed),
-            layers,
-            experts,
-            vocab,
-            tied,
-            dtype,
-            moments,
-            shares,
-            group,
-            micro_batches,
-            max_norm,
-            faults,
-        })
+        .prop_map(
+            |(seed, (layers, experts), vocab, tied, (dtype, moments), (partial_sums, group, micro_batches), max_norm, faults)| Case {
+                seed: u64::from(seed),
+                layers,
+                experts,
+                vocab,
+                tied,
+                dtype,
+                moments,
+                partial_sums,
+                group,
+                micro_batches,
+                max_norm,
+                faults,
+            },
+        )
 }
 
 fn ways() -> impl Strategy<Value = Way> {
@@ -241,10 +264,10 @@ fn ways() -> impl Strategy<Value = Way> {
         prop::sample::select(without.to_vec()),
         prop::sample::select(vec!["host", "host", "device"]),
         prop::option::weighted(0.8, any::<u32>().prop_map(u64::from)),
-        (prop_oneof![Just(1usize), 1usize..5], any::<[bool; 5]>()),
+        (prop_oneof![Just(1usize), 1usize..5], any::<[bool; 6]>()),
     )
         .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary, (ranks, more))| {
-            let [sharded, ringed, sums_on_host, evaluates, early] = more;
+            let [sharded, ringed, sums_on_host, evaluates, early, whole_tensors] = more;
             let ranks = if sums_on_host { 1 } else { ranks };
             Way {
                 strategy,
@@ -261,6 +284,7 @@ fn ways() -> impl Strategy<Value = Way> {
                 ringed,
                 sums_on_host,
                 early,
+                whole_tensors,
             }
         })
 }
@@ -360,8 +384,27 @@ fn rows_that_leave_early_change_no_bit() {
     assert!(stepped_alone > 200, "{stepped_alone}");
 }
 
-/// A small model without faults, its step cut into `shares` micro-batches.
-fn tiny_case(shares: usize) -> Case {
+/// Buckets of whole tensors, of several lengths: on one device and on several, with a ring, with sums on the host, and with buckets whose
+/// states are on the device.
+#[test]
+fn buckets_of_whole_tensors_change_no_bit() {
+    let before = UNEQUAL.get();
+    for seed in 0..24usize {
+        let (ranks, shares) = [(1, 1), (2, 2), (1, 2), (3, 3)][seed % 4];
+        let (dtype, moments, tied) = (["bfloat16", "float32"][seed / 4 % 2], moments(seed as u64), seed / 3 % 2 == 0);
+        let max_norm = [0.0, 1.7, 1e-3][seed / 4 % 3];
+        let case = Case { seed: seed as u64, layers: 3, experts: true, vocab: 300, tied, dtype, moments, max_norm, ..tiny_case(shares) };
+        let adversary = Some(seed as u64);
+        let (ringed, sums_on_host, resident) = (seed % 2 == 0, ranks == 1 && shares > 1, seed % 3);
+        let way = Way { strategy: "superoffload", bucket_kib: 16, resident, adversary, ranks, ringed, sums_on_host, ..REFERENCE };
+        let (have, want) = (run(&case, &Way { whole_tensors: true, ..way.clone() }), reference(&case));
+        assert_eq!((&have.0, &have.2), (&want.0, &want.2), "{case:?} {way:?}");
+    }
+    assert_eq!(UNEQUAL.get() - before, 24, "buckets of equal lengths test nothing");
+}
+
+/// A small model without faults, its step cut into `partial_sums` micro-batches.
+fn tiny_case(partial_sums: usize) -> Case {
     let (dtype, moments, max_norm) = ("bfloat16", "float32", 0.0);
     Case {
         seed: 3,
@@ -371,7 +414,7 @@ fn tiny_case(shares: usize) -> Case {
         tied: true,
         dtype,
         moments,
-        shares,
+        partial_sums,
         group: 1,
         micro_batches: 1,
         max_norm,
@@ -393,7 +436,7 @@ fn tried(schedules: &[Option<u64>], turn: usize) -> &[Option<u64>] {
 #[test]
 fn any_number_of_ranks_gives_the_bits_of_one() {
     for seed in 0..12u64 {
-        let (shares, max_norm) = ([4, 4, 3][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize / 3]);
+        let (partial_sums, max_norm) = ([4, 4, 3][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize / 3]);
         let faults = vec![(2, 0.3, 1, "\"nan\""), (4, 0.8, 3, "\"inf\""), (5, 0.5, 2, "100.0")];
         let dtype = ["bfloat16", "float32"][seed as usize % 2];
         let case = Case {
@@ -402,11 +445,11 @@ fn any_number_of_ranks_gives_the_bits_of_one() {
             moments: moments(seed),
             vocab: 300,
             experts: seed / 2 % 2 == 1,
-            group: if shares == 4 { 1 + seed as usize / 3 % 2 } else { 1 },
+            group: if partial_sums == 4 { 1 + seed as usize / 3 % 2 } else { 1 },
             micro_batches: 1 + seed as usize % 2,
             max_norm,
             faults,
-            ..tiny_case(shares)
+            ..tiny_case(partial_sums)
         };
         let want = reference(&case);
         for ranks in [1, 2, 3, 4] {
@@ -427,13 +470,23 @@ fn sums_on_the_host_change_no_bit() {
     let mut counts = Counts::default();
     let (summed, ringed) = (SUMMED_THERE.get(), RINGED.get());
     for seed in 0..24u64 {
-        let (shares, max_norm) = ([2, 3, 4][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize / 3 % 4]);
+        let (partial_sums, max_norm) = ([2, 3, 4][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize / 3 % 4]);
         let faults = vec![(2, 0.3, 0, "\"nan\""), (4, 0.8, 1, "\"inf\""), (5, 0.5, 0, "100.0")];
         let dtype = ["bfloat16", "float32", "float16"][seed as usize % 3];
         let experts = seed / 2 % 2 == 1;
         let (layers, vocab, micro_batches) = (8, 300, 1 + seed as usize / 12);
-        let case =
-            Case { seed, dtype, moments: moments(seed), layers, experts, vocab, micro_batches, max_norm, faults, ..tiny_case(shares) };
+        let case = Case {
+            seed,
+            dtype,
+            moments: moments(seed),
+            layers,
+            experts,
+            vocab,
+            micro_batches,
+            max_norm,
+            faults,
+            ..tiny_case(partial_sums)
+        };
         let want = reference(&case);
         let strategy = ["superoffload", "superoffload", "zero-offload"][seed as usize % 3];
         // Bucket sizes from less than a module to more than the model.
@@ -464,7 +517,7 @@ fn sharded_weights_change_no_bit() {
     for seed in 0..24u64 {
         let (ranks, max_norm) = ([2, 3, 4][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize / 3 % 4]);
         // As many shares as devices, or twice as many.
-        let shares = if ranks == 3 { 3 } else { 4 };
+        let partial_sums = if ranks == 3 { 3 } else { 4 };
         let faults = vec![(2, 0.3, 1, "\"nan\""), (4, 0.8, 3, "\"inf\""), (5, 0.5, 2, "100.0")];
         let dtype = ["bfloat16", "float32"][seed as usize % 2];
         let (layers, vocab, micro_batches, tied) = (12, 300, 1 + seed as usize % 2, seed % 4 < 2);
@@ -479,7 +532,7 @@ fn sharded_weights_change_no_bit() {
             micro_batches,
             max_norm,
             faults,
-            ..tiny_case(shares)
+            ..tiny_case(partial_sums)
         };
         let want = reference(&case);
         let strategy = ["superoffload", "superoffload", "zero-offload", "no-offload"][seed as usize / 6];
@@ -504,7 +557,7 @@ fn sharded_weights_change_no_bit() {
 fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
     let mut speculated = 0;
     for seed in 0..12u64 {
-        let (shares, max_norm) = ([4, 4, 3][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize % 4]);
+        let (partial_sums, max_norm) = ([4, 4, 3][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize % 4]);
         let faults = vec![(2, 0.3, 1, "\"nan\""), (4, 0.8, 3, "\"inf\""), (5, 0.5, 2, "100.0")];
         let dtype = ["bfloat16", "float32"][seed as usize % 2];
         let case = Case {
@@ -517,12 +570,12 @@ fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
             tied: seed % 4 < 2,
             max_norm,
             faults,
-            ..tiny_case(shares)
+            ..tiny_case(partial_sums)
         };
         let want = reference(&case);
         let strategy = ["superoffload", "superoffload", "zero-offload", "no-offload"][seed as usize / 3];
         let (resident, without) = (seed as usize % 4 * 3, if seed < 3 { "\"adaptive\"" } else { "" });
-        for ranks in (1..=shares).filter(|ranks| shares.is_multiple_of(*ranks)) {
+        for ranks in (1..=partial_sums).filter(|ranks| partial_sums.is_multiple_of(*ranks)) {
             let sharded = cfg!(feature = "weight-flow") && seed % 2 == 0;
             let way = Way { strategy, bucket_kib: 72, resident, slots: 2, ranks, without, sharded, ringed: true, ..REFERENCE };
             for &adversary in tried(&schedules(seed)[..2], seed as usize / 2 + ranks / 2) {
@@ -543,8 +596,9 @@ fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
 #[test]
 fn shares_are_summed_in_order_in_fp32_and_rounded_once() {
     let shape = tiny_llama(2, 32, 64, true);
-    let grads = |shares: usize, skip: usize| {
-        let lines = format!("gradient-shares = {shares}\nadam-beta1 = 0.5\nmax-grad-norm = 0\nseq-length = 8\nmax-steps = 9\nthreads = 1");
+    let grads = |partial_sums: usize, skip: usize| {
+        let lines =
+            format!("gradient-shares = {partial_sums}\nadam-beta1 = 0.5\nmax-grad-norm = 0\nseq-length = 8\nmax-steps = 9\nthreads = 1");
         let mut engine = engine(&settings(&format!("{lines}\nper-device-train-batch-size = 2")), &shape);
         let mut noise = Noise::new(1, 64);
         // Tokens and targets of a micro-batch.
@@ -586,6 +640,7 @@ fn speculations_are_kept_redone_and_undone_and_counted() {
         ringed: false,
         sums_on_host: false,
         early: false,
+        whole_tensors: false,
     };
     let (case, faults) = (tiny_case(1), vec![(3, 0.5, 0, "\"nan\"")]);
     let case = Case { max_norm: 2.21, faults, ..case };
@@ -682,7 +737,7 @@ fn paged_states_change_no_bit() {
             counts += report.counts;
             moved.push((report.counters.h2d_bytes, report.counters.d2h_bytes, report.counters.adam_elems));
         }
-        let paged_bytes = plan.recipe.numerics.moments.state_bytes() * plan.placement.layout.elems_in(Tier::Unified).len();
+        let paged_bytes = plan.optimizer().arrays().state_bytes() * plan.placement.layout.elems_in(Tier::Unified).len();
         (digest(&mut engine), counts, moved, paged_bytes as u64)
     };
     for seed in 0..24u64 {

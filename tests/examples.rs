@@ -54,8 +54,8 @@ fn the_run_on_a_gpu_is_shown_as_in_its_log() {
     let evaluated: Vec<_> = lines.filter(|line| line.get("eval_loss").is_some()).collect();
     assert!(evaluated.windows(2).all(|two| two[1]["eval_loss"].as_f64() < two[0]["eval_loss"].as_f64()), "it falls at every evaluation");
     let of = |key: &str| {
-        let is_told = |line: &&Value| [50, 100, 200, 300, 400, 500].contains(&line["step"].as_u64().unwrap());
-        let cells = evaluated.iter().filter(is_told).map(|line| if key == "step" { line[key].to_string() } else { short(&line[key]) });
+        let is_shown = |line: &&Value| [50, 100, 200, 300, 400, 500].contains(&line["step"].as_u64().unwrap());
+        let cells = evaluated.iter().filter(is_shown).map(|line| if key == "step" { line[key].to_string() } else { short(&line[key]) });
         cells.collect::<Vec<_>>().join(" | ")
     };
     assert!(

@@ -281,10 +281,10 @@ fn a_run_that_resumes_under_another_library_logs_it() {
         return;
     }
     let workspace = Workspace::new();
-    let go_on = |version, steps| train_in(&workspace, &[("FAKE_CUBLASLT", version)], &[steps, "--resume-from-checkpoint=auto"]);
+    let resume = |version, steps| train_in(&workspace, &[("FAKE_CUBLASLT", version)], &[steps, "--resume-from-checkpoint=auto"]);
     let message = "cuBLASLt was \"130100\" and is \"130200\": from here on results may differ from a run without the change";
     let value = [("130100", "--max-steps=1"), ("130100", "--max-steps=2"), ("130200", "--max-steps=3"), ("130200", "--max-steps=4")]
-        .map(|(version, steps)| go_on(version, steps).stderr.contains(message));
+        .map(|(version, steps)| resume(version, steps).stderr.contains(message));
     assert_eq!(value, [false, false, true, false]);
 }
 
@@ -385,7 +385,7 @@ fn without_a_link_gradients_pass_through_host_memory_with_a_warning() {
     let outcome = train(&[("FAKE_NO_LINK", "")], &["--gpus=2"]);
     let [direct, staged, waits] = counted(&outcome);
     assert!(direct == 0 && staged > 0 && waits > 0, "{outcome:?}");
-    assert!(outcome.stdout.contains("; no direct access, so that gradients and weights pass through host memory"), "{outcome:?}");
+    assert!(outcome.stderr.contains("; no direct access, so that gradients and weights pass through host memory"), "{outcome:?}");
     // Half of the links' rate in both directions in `h200-pcie5`.
     let planned = "peers       25.2 GB/s from each other, through host memory, in buffers of the driver that are not counted here";
     assert!(outcome.stdout.contains(planned), "{outcome:?}");
@@ -512,7 +512,7 @@ fn missing_or_failing_nccl_is_reported_with_a_remedy() {
             .refused(1, &["use --transport nccl: process 0 on ", "open libnccl.so.2", "pip install 'nvidia-nccl-cu13'", "--transport tcp"]);
     }
     let outcomes = train_as_two([&[]; 2], &[]);
-    let message = |outcome: &Outcome| outcome.code == 0 && outcome.stdout.contains("gradients and weights pass over TCP: process 0 on ");
+    let message = |outcome: &Outcome| outcome.code == 0 && outcome.stderr.contains("gradients and weights pass over TCP: process 0 on ");
     assert!(outcomes.iter().all(message), "{outcomes:?}");
     let old = &[("FAKE_NCCL", "22602")][..];
     for outcome in train_by_nccl([&[], old], &["--transport=nccl"]) {

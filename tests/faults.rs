@@ -154,8 +154,8 @@ fn a_full_log_disk_ends_the_run_after_a_save() {
     let lines = fs::read_to_string(&log).unwrap();
     let (facts, per_line) = line_bytes(&lines);
     // The resumed run writes its own facts.
-    let room = (blocks * 512 - 5 * per_line / 2 - facts) as usize - lines.len();
-    let filler = format!("{{\"step\":1,\"filler\":\"{}\"}}\n", "x".repeat(room - 25));
+    let bytes_max = (blocks * 512 - 5 * per_line / 2 - facts) as usize - lines.len();
+    let filler = format!("{{\"step\":1,\"filler\":\"{}\"}}\n", "x".repeat(bytes_max - 25));
     fs::write(&log, filler + &lines).unwrap();
     let full = run(&mut limited(&workspace.resume("out", &["--save-steps", "100"]), blocks));
     full.refused(1, &["write", "metrics.jsonl", "File too large"]);
@@ -172,10 +172,10 @@ fn a_second_failed_save_is_reported_with_the_lost_steps() {
     let log = workspace.path("out/metrics.jsonl");
     let (facts, per_line) = line_bytes(&fs::read_to_string(&log).unwrap());
     // Space for the facts and five lines, and for no state.
-    let room = 2 * facts + 5 * per_line + per_line / 2;
+    let bytes_max = 2 * facts + 5 * per_line + per_line / 2;
     let mut child = workspace.resume("out", &["--max-steps=1000000", "--save-steps=1000000"]).spawn().unwrap();
     await_line(&mut child, "step      3");
-    limit_files(&child, room);
+    limit_files(&child, bytes_max);
     let both: Outcome = child.wait_with_output().unwrap().into();
     both.refused(1, &["write", "metrics.jsonl", "File too large", "; then write", "state.bin"]);
     let printed = lost(&both);

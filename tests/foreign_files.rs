@@ -23,11 +23,11 @@ const KINDS: [&str; 9] =
     ["file", "JSON", "folder", "link to a file", "link to a folder", "dangling link", "link to the data", "hard link", "pipe"];
 
 /// A workspace next to foreign objects, which links point to.
-struct Home {
+struct Disk {
     workspace: Workspace,
 }
 
-impl Home {
+impl Disk {
     fn new() -> Self {
         let workspace = Workspace::new();
         for name in ["root/etc/passwd", "root/thesis.tex", "root/tokens.u32", "root/manifest.json"] {
@@ -86,8 +86,8 @@ fn collect(dir: &Path, found: &mut BTreeMap<PathBuf, Thing>) {
 }
 
 /// Checks that each object of `foreign` still exists, at its path or renamed in the output directory.
-fn assert_kept(home: &Home, foreign: &BTreeMap<PathBuf, Thing>, outcome: &Outcome) {
-    let now = home.things();
+fn assert_kept(disk: &Disk, foreign: &BTreeMap<PathBuf, Thing>, outcome: &Outcome) {
+    let now = disk.things();
     let mut left: BTreeMap<&Thing, usize> = BTreeMap::new();
     now.values().for_each(|thing| *left.entry(thing).or_default() += 1);
     for (path, thing) in foreign {
@@ -105,33 +105,33 @@ fn names() -> Vec<String> {
 
 #[test]
 fn a_new_run_among_foreign_things_is_refused_before_it_writes_a_byte() {
-    let home = Home::new();
+    let disk = Disk::new();
     for kind in KINDS {
         let out = kind.replace(' ', "-");
         for name in names().iter().filter(|name| !name.contains('/')) {
-            let path = home.path(&out).join(name);
+            let path = disk.path(&out).join(name);
             if path.symlink_metadata().is_err() {
-                home.plant(kind, &path);
+                disk.plant(kind, &path);
             }
         }
-        let before = home.things();
+        let before = disk.things();
         for flags in [&[][..], &["--dry-run"], &["--resume-from-checkpoint", "auto"]] {
-            let refused = run(&mut home.workspace.train(&out, flags));
-            refused.refused(2, &[home.path(&out).to_str().unwrap(), "of this program, but the run needs this name", "--output-dir"]);
-            assert_eq!(home.things(), before, "{kind} {flags:?}: {refused:?}");
+            let refused = run(&mut disk.workspace.train(&out, flags));
+            refused.refused(2, &[disk.path(&out).to_str().unwrap(), "of this program, but the run needs this name", "--output-dir"]);
+            assert_eq!(disk.things(), before, "{kind} {flags:?}: {refused:?}");
         }
     }
 }
 
 #[test]
 fn a_run_that_goes_on_among_foreign_things_keeps_all_of_them() {
-    let home = Home::new();
-    let whole = run(&mut home.workspace.train("whole", &[])).digest().to_string();
-    run(&mut home.workspace.train("base", &["--max-steps", "4"])).digest();
+    let disk = Disk::new();
+    let whole = run(&mut disk.workspace.train("whole", &[])).digest().to_string();
+    run(&mut disk.workspace.train("base", &["--max-steps", "4"])).digest();
     for kind in KINDS {
-        let (out, before) = (kind.replace(' ', "-"), home.things());
-        copy_dir(&home.path("base"), &home.path(&out));
-        let own = home.things();
+        let (out, before) = (kind.replace(' ', "-"), disk.things());
+        copy_dir(&disk.path("base"), &disk.path(&out));
+        let own = disk.things();
         // A dangling link may point to an unmounted disk with a newer checkpoint. Next to such a link a run is not resumed.
         let is_in_doubt =
             |name: &str| kind == "dangling link" && !name.contains('/') && (name.starts_with("checkpoint-") || name.contains(".old-"));
@@ -142,17 +142,17 @@ fn a_run_that_goes_on_among_foreign_things_keeps_all_of_them() {
             {
                 continue;
             }
-            let path = home.path(&out).join(name);
+            let path = disk.path(&out).join(name);
             match path.symlink_metadata() {
-                Ok(there) if there.is_dir() => fs::remove_dir_all(&path).unwrap(),
+                Ok(found) if found.is_dir() => fs::remove_dir_all(&path).unwrap(),
                 Ok(_) => fs::remove_file(&path).unwrap(),
                 Err(_) => {}
             }
-            home.plant(kind, &path);
+            disk.plant(kind, &path);
         }
-        let mut foreign = home.things();
+        let mut foreign = disk.things();
         foreign.retain(|path, thing| own.get(path) != Some(thing) || before.contains_key(path));
-        let resumed = run(&mut home.workspace.resume(&out, &["--save-total-limit", "2"]));
+        let resumed = run(&mut disk.workspace.resume(&out, &["--save-total-limit", "2"]));
         assert_eq!(resumed.digest(), whole, "{kind}: {resumed:?}");
         for name in
             ["metrics.jsonl", "trace.json", "tb", ".lock", ".superoffload/data-sources.json", ".superoffload/tokens", "checkpoint-8"]
@@ -161,117 +161,117 @@ fn a_run_that_goes_on_among_foreign_things_keeps_all_of_them() {
             if kind == "folder" && name == ".superoffload/tokens" || is_in_doubt(name) {
                 continue;
             }
-            assert!(home.path(&out).join(format!("{name}.foreign-1")).symlink_metadata().is_ok(), "{kind} {name}");
+            assert!(disk.path(&out).join(format!("{name}.foreign-1")).symlink_metadata().is_ok(), "{kind} {name}");
             let word = name.rsplit('/').next().unwrap();
             assert!(resumed.stderr.contains(&format!("it is now {word}.foreign-1")), "{kind} {name}: {resumed:?}");
         }
-        assert_kept(&home, &foreign, &resumed);
-        let again = run(&mut home.workspace.train(&out, &["--max-steps", "2"]));
+        assert_kept(&disk, &foreign, &resumed);
+        let again = run(&mut disk.workspace.train(&out, &["--max-steps", "2"]));
         again.digest();
-        assert_kept(&home, &foreign, &again);
-        let report = run(program(&["report"]).arg(home.path(&out)).arg("-o").arg(home.path(&format!("{out}.html"))));
+        assert_kept(&disk, &foreign, &again);
+        let report = run(program(&["report"]).arg(disk.path(&out)).arg("-o").arg(disk.path(&format!("{out}.html"))));
         assert_eq!(report.code, 0, "{report:?}");
-        assert_kept(&home, &foreign, &report);
+        assert_kept(&disk, &foreign, &report);
     }
-    assert_eq!(home.workspace.metrics("whole").len() as u64, STEPS);
+    assert_eq!(disk.workspace.metrics("whole").len() as u64, STEPS);
 }
 
 #[test]
 fn foreign_files_in_output_folders_outlive_rotation_new_runs_and_resumes() {
-    let home = Home::new();
-    run(&mut home.workspace.train("out", &["--max-steps", "6"])).digest();
+    let disk = Disk::new();
+    run(&mut disk.workspace.train("out", &["--max-steps", "6"])).digest();
     for folder in ["checkpoint-2", "checkpoint-4/model", "checkpoint-6", "tb", ".superoffload", ".superoffload/tokens", "previous-1"] {
-        home.plant("file", &home.path("out").join(folder).join("notes.txt"));
-        home.plant("folder", &home.path("out").join(folder).join("tables"));
+        disk.plant("file", &disk.path("out").join(folder).join("notes.txt"));
+        disk.plant("folder", &disk.path("out").join(folder).join("tables"));
     }
-    let mut foreign = home.things();
+    let mut foreign = disk.things();
     foreign.retain(|path, _| path.components().any(|part| ["notes.txt", "tables", "root"].iter().any(|name| part.as_os_str() == *name)));
     assert!(foreign.len() >= 7 * 3, "{foreign:?}");
-    let rotated = run(&mut home.workspace.resume("out", &["--save-total-limit", "1"]));
+    let rotated = run(&mut disk.workspace.resume("out", &["--save-total-limit", "1"]));
     rotated.digest();
-    assert_kept(&home, &foreign, &rotated);
+    assert_kept(&disk, &foreign, &rotated);
     assert!(
         rotated.stderr.contains("checkpoint-4.foreign-1: kept, because no run of this program wrote it; the rest of checkpoint-4"),
         "{rotated:?}"
     );
-    assert_eq!(home.workspace.names("out", "checkpoint-12"), ["checkpoint-12"]);
-    let fresh = run(&mut home.workspace.train("out", &["--max-steps", "2"]));
+    assert_eq!(disk.workspace.names("out", "checkpoint-12"), ["checkpoint-12"]);
+    let fresh = run(&mut disk.workspace.train("out", &["--max-steps", "2"]));
     fresh.digest();
-    assert_kept(&home, &foreign, &fresh);
+    assert_kept(&disk, &foreign, &fresh);
 }
 
 #[test]
 fn exports_reports_timelines_and_prepared_text_replace_their_own_kind_alone() {
-    let home = Home::new();
-    run(&mut home.workspace.train("out", &["--max-steps", "2"])).digest();
-    let text = home.workspace.write("large.txt", "the words of a large text \n".repeat(200_000));
-    let prepare = || run(program(&["prepare"]).arg(&text).env("SUPEROFFLOAD_CACHE", home.path("cache")));
+    let disk = Disk::new();
+    run(&mut disk.workspace.train("out", &["--max-steps", "2"])).digest();
+    let text = disk.workspace.write("large.txt", "the words of a large text \n".repeat(200_000));
+    let prepare = || run(program(&["prepare"]).arg(&text).env("SUPEROFFLOAD_CACHE", disk.path("cache")));
     assert_eq!(prepare().code, 0);
-    let key = home.workspace.names("cache", "").into_iter().find(|name| !name.ends_with(".lock")).unwrap();
-    let cached = |name: &str| home.path("cache").join(name);
+    let key = disk.workspace.names("cache", "").into_iter().find(|name| !name.ends_with(".lock")).unwrap();
+    let cached = |name: &str| disk.path("cache").join(name);
     for kind in KINDS {
         fs::remove_dir_all(cached("")).unwrap();
         for name in [key.clone(), format!(".{key}.tmp")] {
-            home.plant(kind, &cached(&name));
+            disk.plant(kind, &cached(&name));
         }
-        let place = |name: &str| home.path(&kind.replace(' ', "-")).join(name);
+        let place = |name: &str| disk.path(&kind.replace(' ', "-")).join(name);
         for name in ["export", ".export.tmp-4711", "report.html", ".report.html.tmp-4711", "t.json", ".t.json.tmp-4711"] {
-            home.plant(kind, &place(name));
+            disk.plant(kind, &place(name));
         }
-        let mut before = home.things();
+        let mut before = disk.things();
         let outcomes = [
             prepare(),
-            run(program(&["export"]).arg(home.path("out")).arg(place("export"))),
-            run(program(&["report"]).arg(home.path("out")).arg("-o").arg(place("report.html"))),
-            run(&mut home.workspace.resume("out", &["--trace", place("t.json").to_str().unwrap()])),
+            run(program(&["export"]).arg(disk.path("out")).arg(place("export"))),
+            run(program(&["report"]).arg(disk.path("out")).arg("-o").arg(place("report.html"))),
+            run(&mut disk.workspace.resume("out", &["--trace", place("t.json").to_str().unwrap()])),
         ];
         for outcome in &outcomes {
-            assert!([1, 2].contains(&outcome.code) && outcome.stderr.contains(home.path("").to_str().unwrap()), "{kind}: {outcome:?}");
+            assert!([1, 2].contains(&outcome.code) && outcome.stderr.contains(disk.path("").to_str().unwrap()), "{kind}: {outcome:?}");
         }
         // The resumed run took the lock of its own directory and wrote its process id before it checked the timeline.
-        before.remove(&home.path("out/.lock"));
-        assert_kept(&home, &before, &outcomes[0]);
+        before.remove(&disk.path("out/.lock"));
+        assert_kept(&disk, &before, &outcomes[0]);
         // With foreign objects present, each command uses another path.
-        let exported = run(program(&["export"]).arg(home.path("out")).arg(place("other")));
+        let exported = run(program(&["export"]).arg(disk.path("out")).arg(place("other")));
         assert_eq!(exported.code, 0, "{exported:?}");
         let flags = ["--max-steps", "1", "--device", "cpu", "--data", text.to_str().unwrap(), "--trace"];
-        let mut train = home.workspace.train(&format!("run {kind}"), &flags);
-        let trained = run(train.arg(place("other.json")).env("SUPEROFFLOAD_CACHE", home.path("cache")));
+        let mut train = disk.workspace.train(&format!("run {kind}"), &flags);
+        let trained = run(train.arg(place("other.json")).env("SUPEROFFLOAD_CACHE", disk.path("cache")));
         assert!(trained.stderr.contains("prepared text is kept in the output directory instead"), "{kind}: {trained:?}");
         trained.digest();
-        assert_kept(&home, &before, &trained);
+        assert_kept(&disk, &before, &trained);
     }
 }
 
 #[test]
 fn data_and_other_inputs_in_the_output_directory_stay_or_are_refused() {
-    let home = Home::new();
+    let disk = Disk::new();
     let rows = "{\"text\": \"the cpu state \"}\n".repeat(100);
     let array = format!("[{}]", rows.trim_end().replace('\n', ","));
     for (name, content) in
         [("p/data.json", &array), ("p/data-tokens/part.jsonl", &rows), ("p/.data/x.jsonl", &rows), ("p/data-sources.json", &array)]
     {
-        let path = home.workspace.write(name, content);
+        let path = disk.workspace.write(name, content);
         for _ in 0..2 {
-            let trained = run(&mut home.workspace.train("p", &["--data", path.to_str().unwrap(), "--max-steps", "2"]));
+            let trained = run(&mut disk.workspace.train("p", &["--data", path.to_str().unwrap(), "--max-steps", "2"]));
             trained.digest();
             assert_eq!(fs::read_to_string(&path).unwrap(), *content, "{name}");
         }
-        let resumed = run(&mut home.workspace.resume("p", &["--data", path.to_str().unwrap(), "--max-steps", "3"]));
+        let resumed = run(&mut disk.workspace.resume("p", &["--data", path.to_str().unwrap(), "--max-steps", "3"]));
         resumed.digest();
         assert_eq!(fs::read_to_string(&path).unwrap(), *content, "{name}");
     }
-    let corpus = home.workspace.write("corpus/a.jsonl", &rows);
-    let before = home.things();
-    let whole = run(&mut home.workspace.train("corpus", &["--data", home.path("corpus").to_str().unwrap()]));
+    let corpus = disk.workspace.write("corpus/a.jsonl", &rows);
+    let before = disk.things();
+    let whole = run(&mut disk.workspace.train("corpus", &["--data", disk.path("corpus").to_str().unwrap()]));
     whole.refused(2, &["--data", "corpus", "metrics.jsonl", "would count as data", "another --output-dir"]);
-    assert_eq!(home.things(), before);
-    let log = home.workspace.write("q/metrics.jsonl", &rows);
-    run(&mut home.workspace.train("q", &["--data", log.to_str().unwrap()])).refused(2, &["--data", "the run itself writes metrics.jsonl"]);
+    assert_eq!(disk.things(), before);
+    let log = disk.workspace.write("q/metrics.jsonl", &rows);
+    run(&mut disk.workspace.train("q", &["--data", log.to_str().unwrap()])).refused(2, &["--data", "the run itself writes metrics.jsonl"]);
     assert_eq!(fs::read_to_string(log).unwrap(), rows);
-    run(&mut home.workspace.train("corpus", &["--data", corpus.to_str().unwrap(), "--max-steps", "2"])).digest();
-    let from = home.path("p/checkpoint-3/model");
-    run(&mut home.workspace.train("p", &["--model", from.to_str().unwrap(), "--init", "random", "--max-steps", "1"])).digest();
+    run(&mut disk.workspace.train("corpus", &["--data", corpus.to_str().unwrap(), "--max-steps", "2"])).digest();
+    let from = disk.path("p/checkpoint-3/model");
+    run(&mut disk.workspace.train("p", &["--model", from.to_str().unwrap(), "--init", "random", "--max-steps", "1"])).digest();
 }
 
 /// Damage as after a power failure.
@@ -331,19 +331,19 @@ fn a_directory_of_an_earlier_version_resumes_and_its_records_stay() {
 
 #[test]
 fn a_hard_linked_backup_of_a_run_is_not_written() {
-    let home = Home::new();
-    run(&mut home.workspace.train("out", &["--max-steps", "4"])).digest();
-    let files = home.things();
-    for path in files.keys().filter(|path| path.starts_with(home.path("out"))) {
-        let backup = home.path("backup").join(path.strip_prefix(home.path("out")).unwrap());
+    let disk = Disk::new();
+    run(&mut disk.workspace.train("out", &["--max-steps", "4"])).digest();
+    let files = disk.things();
+    for path in files.keys().filter(|path| path.starts_with(disk.path("out"))) {
+        let backup = disk.path("backup").join(path.strip_prefix(disk.path("out")).unwrap());
         fs::create_dir_all(backup.parent().unwrap()).unwrap();
         fs::hard_link(path, backup).unwrap();
     }
-    let mut backup = home.things();
-    backup.retain(|path, _| path.starts_with(home.path("backup")));
-    run(&mut home.workspace.resume("out", &["--save-total-limit", "1"])).digest();
-    run(&mut home.workspace.train("out", &["--max-steps", "2"])).digest();
-    let mut now = home.things();
-    now.retain(|path, _| path.starts_with(home.path("backup")));
+    let mut backup = disk.things();
+    backup.retain(|path, _| path.starts_with(disk.path("backup")));
+    run(&mut disk.workspace.resume("out", &["--save-total-limit", "1"])).digest();
+    run(&mut disk.workspace.train("out", &["--max-steps", "2"])).digest();
+    let mut now = disk.things();
+    now.retain(|path, _| path.starts_with(disk.path("backup")));
     assert_eq!(now, backup);
 }

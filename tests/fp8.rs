@@ -60,9 +60,9 @@ fn scales_of_weights_are_those_of_each_step_and_evaluation() {
         .map(|at| {
             let params = read_params(&mut engine);
             let (evaluated, loss, verdict) = found(&mut start(&plain, &shape, |spec| params[spec.range()].to_vec()), at);
-            let gone_on = found(&mut engine, at);
-            assert_eq!((gone_on.0, gone_on.1), (evaluated, loss), "step {at}, {verdict:?}");
-            gone_on
+            let after = found(&mut engine, at);
+            assert_eq!((after.0, after.1), (evaluated, loss), "step {at}, {verdict:?}");
+            after
         })
         .collect();
     assert!(want.iter().all(|(_, loss, _)| f32::from_bits(*loss).is_finite()), "{want:?}");

@@ -88,7 +88,7 @@ mod download {
         let server = HubServer::start(move |received, _| repo.answer(received));
         let trained = run(&mut train(&workspace, &server.endpoint(), "org/tiny"));
         assert_eq!(trained.digest(), run(&mut workspace.train("by-path", &[])).digest());
-        assert!(trained.stdout.contains(&format!("downloading org/tiny at commit {COMMIT}: 1 files of ")), "{trained:?}");
+        assert!(trained.stdout.contains(&format!("downloading org/tiny at commit {COMMIT}: 1 file of ")), "{trained:?}");
         assert!(!format!("{trained:?}").contains("hf_secret"), "{trained:?}");
         let again = run(&mut train(&workspace, "http://127.0.0.1:1", "org/tiny"));
         assert_eq!((again.digest(), server.received().len()), (trained.digest(), 2), "the second run asks nobody");
@@ -116,7 +116,7 @@ mod download {
         let trained = by_name(&server.endpoint(), "org/tiny");
         let data = format!("--data={}", file.display());
         assert_eq!(trained.digest(), run(&mut workspace.train("by-path", &[&data, "--tokenizer=bytes"])).digest());
-        assert!(trained.stdout.contains(&format!("downloading org/tiny at commit {COMMIT}: 1 files of ")), "{trained:?}");
+        assert!(trained.stdout.contains(&format!("downloading org/tiny at commit {COMMIT}: 1 file of ")), "{trained:?}");
         let again = by_name("http://127.0.0.1:1", "org/tiny:default:train");
         assert_eq!((again.digest(), server.received().len()), (trained.digest(), 2), "the second run asks nobody");
         by_name("http://127.0.0.1:1", "org/tiny:default:test")
@@ -126,14 +126,14 @@ mod download {
 
     /// Asserts that a run ends soon as interrupted if it is asked to stop while the hub answers the file list with `wrong`.
     fn interrupted_at_the_list(wrong: fn(Reply) -> Reply) {
-        let (workspace, (received, is_asked)) = (Workspace::new(), mpsc::channel());
+        let (workspace, (received, requested)) = (Workspace::new(), mpsc::channel());
         let repo = HubRepo::new(vec![("config.json", CONFIG.as_bytes().to_vec())]);
         let server = HubServer::start(move |request, _| {
             received.send(()).unwrap();
             wrong(repo.answer(request))
         });
         let child = train(&workspace, &server.endpoint(), "org/tiny").spawn().unwrap();
-        is_asked.recv_timeout(Duration::from_secs(60)).unwrap();
+        requested.recv_timeout(Duration::from_secs(60)).unwrap();
         let began = Instant::now();
         kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
         let ended: Outcome = child.wait_with_output().unwrap().into();

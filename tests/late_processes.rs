@@ -111,12 +111,12 @@ fn a_process_that_cannot_write_is_named_before_the_first_step_with_a_remedy() {
     }
     let workspace = Workspace::new();
     fs::set_permissions(workspace.path("."), fs::Permissions::from_mode(0o755)).unwrap();
-    let as_nobody = |train: Command| {
+    let as_other_user = |train: Command| {
         let mut command = Command::new("setpriv");
         command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).arg(train.get_program()).args(train.get_args());
         keep_environment(&train, command)
     };
-    let outcomes = with_other(&workspace, "foreign", 1, as_nobody);
+    let outcomes = with_other(&workspace, "foreign", 1, as_other_user);
     for outcome in &outcomes {
         let words =
             ["as process 1 on ", "create", "/probe-1: Permission denied (os error 13)", "each process writes its part", "as one user"];

@@ -49,11 +49,11 @@ fn expect_near(host: &mut HostMemory, block: PinnedSlice) {
     let report = host.report(Path::new("/"));
     assert!(near >= block.bytes() && far == 0, "{near} bytes near, {far} far: {report}");
     assert!(report.bound_to == [NEAR] && report.nodes.iter().all(|on| on.node == NEAR), "{report}");
-    say(&report);
+    print_fact(&report);
 }
 
 /// Prints a line for the transcript.
-fn say(fact: impl std::fmt::Display) {
+fn print_fact(fact: impl std::fmt::Display) {
     let _ = writeln!(std::io::stdout(), "         {fact}");
 }
 
@@ -99,11 +99,11 @@ fn a_full_node_is_an_error_and_nothing_lies_on_the_other() {
     assert!(free_mib(NEAR) < 128 && far_mib > 256, "{} MiB near, {far_mib} far", free_mib(NEAR));
     let error = host.alloc("adam m", 256 * MIB).unwrap_err().to_string();
     assert!(error.contains("256.0 MiB") && error.contains("adam m") && error.contains("on node 0"), "{error}");
-    say(error);
+    print_fact(error);
     let little = host.alloc("a little more", 16 * MIB).unwrap();
     expect_near(&mut host, little);
     assert!(free_mib(FAR) + 8 > far_mib, "{} MiB left of {far_mib} on the far node", free_mib(FAR));
-    say(format!("free on the far node: {far_mib} MiB before, {} MiB after", free_mib(FAR)));
+    print_fact(format!("free on the far node: {far_mib} MiB before, {} MiB after", free_mib(FAR)));
 }
 
 #[test]
@@ -122,12 +122,12 @@ fn reserved_pages_are_used_if_they_suffice() {
 fn too_few_reserved_pages_are_an_error() {
     let error = policy(HugePagesChoice::Explicit).unwrap_err().to_string();
     assert!(error.contains("none are reserved"), "{error}");
-    say(error);
+    print_fact(error);
     for (near, far) in [(40, 0), (40, 60), (0, 60)] {
         let _pools = Reserved::new(near, far);
         let error = host(HugePagesChoice::Explicit).alloc("adam v", 100 * MIB).unwrap_err().to_string();
         assert!(error.contains("adam v: too few huge pages of 2.0 MiB"), "{near} near, {far} far: {error}");
-        say(format!("{near} pages near, {far} far: {error}"));
+        print_fact(format!("{near} pages near, {far} far: {error}"));
     }
 }
 
@@ -147,7 +147,7 @@ fn the_program_trains_in_reserved_pages_to_the_same_bits() {
     };
     let (reserved, host) = train("reserved", "explicit");
     assert!(host.contains("in pages of 2.0 MiB") && host.contains("on node 0 (bound)") && !host.contains("on node 1"), "{host}");
-    say(host);
+    print_fact(host);
     let (small, host) = train("small", "off");
     assert!(!host.contains("2.0 MiB"), "{host}");
     assert_eq!(small, reserved);

@@ -80,6 +80,26 @@ pub fn ends(children: Vec<Child>) -> Vec<Outcome> {
     children.into_iter().map(|child| child.wait_with_output().unwrap().into()).collect()
 }
 
+#[test]
+fn several_processes_print_at_most_six_lines_before_the_first_step() {
+    let (workspace, rendezvous) = (Workspace::new(), format!("--rendezvous=127.0.0.1:{}", free_port()));
+    let command = |process: usize| {
+        let mut command = program(&["train", "--config"]);
+        command.arg(workspace.path("run.toml")).arg("--output-dir").arg(workspace.path("out"));
+        command.args(flags(2, &[&rendezvous, "--processes=2", "--max-steps=2"])).arg(format!("--process={process}"));
+        LAUNCHERS.iter().for_each(|name| _ = command.env_remove(name));
+        command.env(TOKEN.0, TOKEN.1);
+        command
+    };
+    let [first, second] = ends((0..2).map(|process| command(process).spawn().unwrap()).collect()).try_into().unwrap();
+    assert_eq!((first.code, second.code), (0, 0), "{first:?} {second:?}");
+    let before: Vec<&str> = first.stdout.lines().take_while(|line| !line.starts_with("step ")).collect();
+    let labels: Vec<&str> = before.iter().filter_map(|line| line.split(' ').next()).collect();
+    assert_eq!(labels, ["model", "data", "plan", "memory", "files", "device"], "{before:#?}");
+    assert!(before[5].ends_with("; process 0 of 2"), "{before:#?}");
+    assert!(second.stdout.lines().count() <= 6, "{second:?}");
+}
+
 /// The digest of process 0 of a run. Checks that all processes have finished.
 fn digest(workspace: &Workspace, out: &str, processes: usize, more: &[&str]) -> String {
     digest_in(workspace, out, [processes, 1], more)

@@ -97,8 +97,8 @@ fn done(command: &mut Process) -> Outcome {
 
 /// The Python on `PATH` as an absolute path, if the package supports its version.
 fn system_python() -> Option<PathBuf> {
-    let ask = "import sys; assert sys.version_info >= (3, 10); print(sys.executable)";
-    let text = Process::new("python3").args(["-c", ask]).output().ok().filter(|text| text.status.success())?;
+    let script = "import sys; assert sys.version_info >= (3, 10); print(sys.executable)";
+    let text = Process::new("python3").args(["-c", script]).output().ok().filter(|text| text.status.success())?;
     Some(String::from_utf8(text.stdout).unwrap().trim().into())
 }
 

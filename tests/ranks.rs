@@ -228,13 +228,13 @@ impl UseEngine for EveryPhase {
 
     fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<()> {
         let mut state = vec![0.01; engine.table().flat_elems()];
-        engine.write_state(StatePart::Params, 0, &state)?;
+        engine.write_state(StatePart::PARAMS, 0, &state)?;
         engine.send_weights()?;
         let mut noise = Noise::new(1, 64);
         engine.evaluate(&mut noise)?;
         engine.step(1e-3, &mut noise)?;
         engine.flush()?;
-        engine.read_state(StatePart::Params, 0, &mut state)?;
+        engine.read_state(StatePart::PARAMS, 0, &mut state)?;
         (0..2).try_for_each(|_| engine.step(1e-3, &mut noise).map(drop))
     }
 }

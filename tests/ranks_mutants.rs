@@ -9,8 +9,8 @@ use std::process::Command;
 
 /// The files with the mutated code.
 const FILES: [&str; 4] = [
-    "src/engine/ranks/peer_exchange.rs",
     "src/engine/ranks/peer_exchange/gradients.rs",
+    "src/engine/ranks/peer_exchange/reports.rs",
     "src/engine/ranks/peer_exchange/weights.rs",
     "src/engine/ranks/nccl_transport.rs",
 ];
@@ -34,8 +34,8 @@ const MUTANTS: [Mutant; 16] = [
                 "        self.context.progress.publish_written(self.context.rank);\n        self.context.pass()?;\n        dev.record(written, Stream::Compute)?;\n",
             ),
             (
-                "        self.buckets_written += 1;\n        self.context.progress.publish_written(self.context.rank);\n        self.context.pass()?;\n",
-                "        self.buckets_written += 1;\n",
+                "        self.gradients.buckets_written += 1;\n        self.context.progress.publish_written(self.context.rank);\n        self.context.pass()?;\n",
+                "        self.gradients.buckets_written += 1;\n",
             ),
         ],
     },
@@ -45,35 +45,38 @@ const MUTANTS: [Mutant; 16] = [
             ("dev.wait_for(Stream::Reduce, mate, theirs.written[bucket])?", "dev.wait_for(Stream::Gather, mate, theirs.written[bucket])?"),
             ("dev.pull(Stream::Reduce, mate, theirs.memory.grads", "dev.pull(Stream::Gather, mate, theirs.memory.grads"),
             (
-                "        dev.record(self.pulled[bucket], Stream::Reduce)?;\n",
-                "        dev.record(self.pulled[bucket], Stream::Gather)?;\n        dev.wait(Stream::Reduce, self.pulled[bucket])?;\n",
+                "        dev.record(self.gradients.pulled[bucket], Stream::Reduce)?;\n",
+                "        dev.record(self.gradients.pulled[bucket], Stream::Gather)?;\n        dev.wait(Stream::Reduce, self.gradients.pulled[bucket])?;\n",
             ),
         ],
     },
     Mutant {
         name: "weights are gathered that are not settled",
         changes: &[(
-            "self.context.progress.settled(rank, bucket) >= self.version)",
-            "self.context.progress.settled(rank, bucket) + 1 >= self.version)",
+            "self.context.progress.settled(rank, bucket) >= self.weights.version)",
+            "self.context.progress.settled(rank, bucket) + 1 >= self.weights.version)",
         )],
     },
     Mutant {
         name: "the norm is folded rank by rank",
         changes: &[
             (
-                "            let (bucket, rank) = self.folded;\n",
-                "            let nth = self.folded.0 * ranks + self.folded.1;\n            let (bucket, rank) = (nth % buckets, nth / buckets);\n",
+                "            let (bucket, rank) = self.reports.folded;\n",
+                "            let nth = self.reports.folded.0 * ranks + self.reports.folded.1;\n            let (bucket, rank) = (nth % buckets, nth / buckets);\n",
             ),
             (
-                "self.folded = if rank + 1 == ranks { (bucket + 1, 0) } else { (bucket, rank + 1) };",
-                "self.folded = ((nth + 1) / ranks, (nth + 1) % ranks);",
+                "self.reports.folded = if rank + 1 == ranks { (bucket + 1, 0) } else { (bucket, rank + 1) };",
+                "self.reports.folded = ((nth + 1) / ranks, (nth + 1) % ranks);",
             ),
         ],
     },
     Mutant {
         name: "no wait before gradients are overwritten",
         changes: &[
-            ("self.buckets_summed < needed || !self.context.progress.all_pulled(needed) {\n", "self.buckets_summed < needed {\n"),
+            (
+                "self.gradients.buckets_summed < needed || !self.context.progress.all_pulled(needed) {\n",
+                "self.gradients.buckets_summed < needed {\n",
+            ),
             (
                 "        local_ranks.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled[bucket]))?;\n",
                 "        local_ranks.next();\n",
@@ -83,8 +86,8 @@ const MUTANTS: [Mutant; 16] = [
     Mutant {
         name: "gradients are overwritten when the bucket before is summed",
         changes: &[(
-            "dev.wait(Stream::Compute, self.summed[bucket])?",
-            "dev.wait(Stream::Compute, self.summed[bucket.saturating_sub(1)])?",
+            "dev.wait(Stream::Compute, self.gradients.summed[bucket])?",
+            "dev.wait(Stream::Compute, self.gradients.summed[bucket.saturating_sub(1)])?",
         )],
     },
     Mutant {
@@ -118,7 +121,7 @@ const MUTANTS: [Mutant; 16] = [
     },
     Mutant {
         name: "a module is pulled before its slices have come from other processes",
-        changes: &[("Ok(self.context.progress.all_fetched(2 * self.fetches - 1))", "Ok(true)")],
+        changes: &[("Ok(self.context.progress.all_fetched(2 * self.weights.fetches - 1))", "Ok(true)")],
     },
     Mutant {
         name: "a swap overwrites what is not summed",
@@ -129,14 +132,17 @@ const MUTANTS: [Mutant; 16] = [
         changes: &[
             ("            self.group_written(dev, grads, next + 1)?;\n", ""),
             (
-                "        self.group_written(dev, grads, self.buckets_written)?;\n",
-                "        self.group_written(dev, grads, self.buckets_swapped)?;\n",
+                "        self.group_written(dev, grads, self.gradients.buckets_written)?;\n",
+                "        self.group_written(dev, grads, self.gradients.buckets_swapped)?;\n",
             ),
         ],
     },
     Mutant {
         name: "sums of groups are added as shares are",
-        changes: &[("if self.is_grouped { self.addition.of_groups() } else { self.addition }", "self.addition")],
+        changes: &[(
+            "if self.gradients.is_grouped { self.gradients.addition.of_groups() } else { self.gradients.addition }",
+            "self.gradients.addition",
+        )],
     },
 ];
 

@@ -53,9 +53,9 @@ fn the_sample_run_is_the_run() {
     assert_eq!(sample.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 10, 100, 200, 300]);
     let dir = tempfile::tempdir().unwrap();
     let printed = demo(dir.path(), until);
-    let ours = steps(&printed);
+    let printed_steps = steps(&printed);
     for (step, line) in sample.iter().filter(|(step, _)| *step <= until) {
-        let found = ours.iter().find(|(other, _)| other == step).unwrap_or_else(|| panic!("no line of step {step}: {printed}"));
+        let found = printed_steps.iter().find(|(other, _)| other == step).unwrap_or_else(|| panic!("no line of step {step}: {printed}"));
         assert_eq!(&found.1, line, "step {step} of README.md is not the program's");
     }
     let text = fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap();
@@ -84,10 +84,10 @@ fn the_first_lines_of_the_guide_are_those_of_the_demo() {
     let mut dry = program(&["train", "--dry-run", "--device=cpu", "--threads=2", "--output-dir=runs/demo"]);
     let printed = run(dry.current_dir(std::env::temp_dir()));
     let labels = ["model ", "data ", "plan ", "memory ", "files ", "device "];
-    let ours: Vec<_> = printed.stdout.lines().filter(|line| labels.iter().any(|label| line.starts_with(label))).collect();
+    let printed_steps: Vec<_> = printed.stdout.lines().filter(|line| labels.iter().any(|label| line.starts_with(label))).collect();
     let guides: Vec<_> = format!("model {sample}").lines().map(without_machine).collect();
-    let ours: Vec<_> = ours.into_iter().skip_while(|line| !line.starts_with("model ")).map(without_machine).collect();
-    assert_eq!(ours, guides, "docs/guide/watching.md: {printed:?}");
+    let printed_steps: Vec<_> = printed_steps.into_iter().skip_while(|line| !line.starts_with("model ")).map(without_machine).collect();
+    assert_eq!(printed_steps, guides, "docs/guide/watching.md: {printed:?}");
 }
 
 #[test]
@@ -111,6 +111,7 @@ fn fits(document: &str) -> Vec<[String; 5]> {
 fn readme_is_short_and_its_rows_are_the_guides() {
     let readme = text_of("README.md");
     assert!(readme.lines().count() <= 130 && readme.len() <= 8 << 10, "{} lines, {} bytes", readme.lines().count(), readme.len());
+    assert!(text_of("ARCHITECTURE.md").len() <= 12 << 10);
     let (guide, rows) = (fits(&text_of("docs/guide/what-fits.md")), fits(&readme));
     assert_eq!(rows.len(), 7);
     for row in rows {

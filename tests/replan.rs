@@ -80,19 +80,19 @@ impl Case {
         let pick = |every: u64, count: usize| (seed / every) as usize % count;
         let max_norm = ["0.0", "1e-3", "1.7", "1e9"][pick(1, 4)];
         let shape = tiny_llama([2, 12][pick(2, 2)], 32, [64, 300][pick(4, 2)], seed.is_multiple_of(2));
-        let (dtype, shares) = (["bfloat16", "float32", "float16"][pick(2, 3)], [1, 2][pick(5, 2)]);
-        Self::of(seed, shape, (max_norm, dtype), (shares, [1, 1, 2][pick(3, 3)]))
+        let (dtype, partial_sums) = (["bfloat16", "float32", "float16"][pick(2, 3)], [1, 2][pick(5, 2)]);
+        Self::of(seed, shape, (max_norm, dtype), (partial_sums, [1, 1, 2][pick(3, 3)]))
     }
 
     /// A case with this number of shares a step and of micro-batches a share.
-    fn of(seed: u64, shape: ModelShape, (max_norm, dtype): (&'static str, &str), (shares, of_a_share): (usize, usize)) -> Self {
+    fn of(seed: u64, shape: ModelShape, (max_norm, dtype): (&'static str, &str), (partial_sums, per_partial_sum): (usize, usize)) -> Self {
         let fault = if seed.is_multiple_of(3) { "inject = [{step = 3, element = 5000, value = \"nan\"}]" } else { "" };
         let lines = format!(
-            "dtype = \"{dtype}\"\nmoments = \"{}\"\nmax-grad-norm = {max_norm}\ngradient-shares = {shares}\n{fault}\n\
+            "dtype = \"{dtype}\"\nmoments = \"{}\"\nmax-grad-norm = {max_norm}\ngradient-shares = {partial_sums}\n{fault}\n\
              seed = 5\nseq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
             ["float32", "bfloat16"][(seed / 7) as usize % 2],
         );
-        Self { shape, lines, max_norm, micro_batches: shares * of_a_share }
+        Self { shape, lines, max_norm, micro_batches: partial_sums * per_partial_sum }
     }
 
     fn plan(&self, lines: &str) -> Result<Plan> {
@@ -124,7 +124,7 @@ fn differences(a: &Plan, b: &Plan) -> [usize; 5] {
         [plan.placement.layout.offloaded(), policies, plan.placement.param_slots, rings[0], rings[1]]
     };
     let (a, b) = (of(a), of(b));
-    std::array::from_fn(|what| usize::from(a[what] != b[what]))
+    std::array::from_fn(|place| usize::from(a[place] != b[place]))
 }
 
 /// Placement settings, drawn from `noise`.
@@ -183,9 +183,9 @@ fn ranks_go_over_to_another_plan_at_one_step_and_change_no_bit() {
     let (mut moved, mut speculated, mut skipped) = ([0; 5], 0, 0);
     for seed in 0..36u64 {
         let pick = |every: u64, count: usize| (seed / every) as usize % count;
-        let (ranks, rounds, of_a_share) = ([2, 3, 4][pick(1, 3)], [1, 2][pick(3, 2)], [1, 2][pick(6, 2)]);
+        let (ranks, rounds, per_partial_sum) = ([2, 3, 4][pick(1, 3)], [1, 2][pick(3, 2)], [1, 2][pick(6, 2)]);
         let kind = (["0.0", "1e-3", "1.7", "1e9"][pick(1, 4)], ["bfloat16", "float32"][pick(2, 2)]);
-        let case = Case::of(seed, tiny_llama(12, 32, 64, seed.is_multiple_of(2)), kind, (ranks * rounds, of_a_share));
+        let case = Case::of(seed, tiny_llama(12, 32, 64, seed.is_multiple_of(2)), kind, (ranks * rounds, per_partial_sum));
         let (want, losses, _) = case.reference();
         let strategy = ["superoffload", "superoffload", "zero-offload", "superoffload", "no-offload"][pick(1, 5)];
         let without = ["", "\"adaptive\"", "\"stv\""][pick(3, 3)];
@@ -194,10 +194,9 @@ fn ranks_go_over_to_another_plan_at_one_step_and_change_no_bit() {
         let (mut noise, table) = (Noise::new(seed, 1 << 30), TensorTable::new(&case.shape));
         let mut draw = || loop {
             let places = places(&mut noise, strategy, "sharded");
-            let is_ringed = of_a_share == 1 && noise.next() % 2 == 0;
-            if let Ok(mut plan) = case.plan_on(ranks, &format!("{fixed}\n{places}")) {
-                plan.placement.rings.grads = grad_ring(&plan, &table).filter(|_| is_ringed);
-                return plan;
+            let is_ringed = per_partial_sum == 1 && noise.next() % 2 == 0;
+            if let Ok(plan) = case.plan_on(ranks, &format!("{fixed}\n{places}")) {
+                return Plan { grad_ring: grad_ring(&plan, &table).filter(|_| is_ringed), ..plan };
             }
         };
         let (first, mut steps) = (draw(), Noise::new(seed + 7, 4));

@@ -136,9 +136,9 @@ fn every_section_and_number_is_that_of_the_metrics() {
     assert!(dots.len() == 3 && dots.contains(&place) && dots.iter().all(|dot| dot[1] <= place[1]), "{dots:?} {place:?}");
     assert!(page.contains(&format!("\">best {}</text>", loss(best, "eval_loss"))), "{best}");
     assert_eq!(page.matches("href=\"https://ui.perfetto.dev\"").count(), 1);
-    for what in ["Typical: step ", "Slowest: step "] {
-        let step = page.split_once(what).unwrap().1.split_once(", ").unwrap().0.parse::<u64>().unwrap();
-        assert!((2..=STEPS).contains(&step), "{what}{step}");
+    for title in ["Typical: step ", "Slowest: step "] {
+        let step = page.split_once(title).unwrap().1.split_once(", ").unwrap().0.parse::<u64>().unwrap();
+        assert!((2..=STEPS).contains(&step), "{title}{step}");
     }
     let output = |attribute: &str| -> Vec<f64> {
         let text = page.split_once(&format!(" {attribute}=\"")).unwrap().1.split_once('"').unwrap().0;
@@ -214,7 +214,7 @@ fn names_from_files_are_text_and_damage_is_counted() {
     workspace.write(&format!("{name}/metrics.jsonl"), lines);
     let page = page(&workspace, &[&name]);
     assert!(!page.contains("<script>alert") && !page.contains("<svg onload") && page.contains("&lt;script&gt;alert(1)"));
-    assert!(page.contains("1 lines of metrics.jsonl are damaged") && page.contains("has no end") && page.contains("1 steps have no loss"));
+    assert!(page.contains("1 line of metrics.jsonl is damaged") && page.contains("has no end") && page.contains("1 step has no loss"));
     assert!(page.contains("no checkpoint has their total") && page.contains("No step has this value."));
     check_svg(&page);
 }

@@ -302,12 +302,12 @@ fn a_resume_on_other_devices_is_advised_all_flags_at_once() {
     for (nth, (flags, advised)) in cases.into_iter().enumerate() {
         resume(&format!("refused-{nth}"), flags).refused(2, &["the checkpoint's steps have 1 micro-batch in 1 gradient share", advised]);
         let output: Vec<&str> = flags.iter().copied().filter(|flag| !flag.starts_with("--gradient")).chain(advised.split(' ')).collect();
-        let goes_on = resume(&format!("advised-{nth}"), &output);
-        goes_on.digest();
+        let resumed = resume(&format!("advised-{nth}"), &output);
+        resumed.digest();
         let devices = flags[0].trim_start_matches("--gpus=").parse::<usize>().unwrap();
         let steps = advised.split(' ').nth(1).unwrap().parse::<usize>().unwrap();
         let message = format!("warning: the checkpoint's steps have 1 micro-batch, and those from here on have {}\n", devices * steps);
-        assert!(goes_on.stderr.contains(&message), "{goes_on:?}");
+        assert!(resumed.stderr.contains(&message), "{resumed:?}");
     }
 }
 
@@ -369,8 +369,8 @@ fn without_a_checkpoint_auto_starts_afresh_and_a_directory_is_an_error() {
     assert!(fresh.stdout.contains("starting afresh"), "{fresh:?}");
     let dir = workspace.path("model");
     run(&mut workspace.train("x", &["--resume-from-checkpoint", dir.to_str().unwrap()])).refused(2, &["model", "not a checkpoint", "auto"]);
-    let elsewhere = workspace.path("whole/checkpoint-4");
-    assert_eq!(run(&mut workspace.train("y", &["--resume-from-checkpoint", elsewhere.to_str().unwrap()])).digest(), digest);
+    let path = workspace.path("whole/checkpoint-4");
+    assert_eq!(run(&mut workspace.train("y", &["--resume-from-checkpoint", path.to_str().unwrap()])).digest(), digest);
 }
 
 #[test]

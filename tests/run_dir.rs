@@ -25,7 +25,7 @@ fn signal(child: &Child, signal: Signal) {
     kill(Pid::from_raw(child.id() as i32), signal).unwrap();
 }
 
-fn go_on(child: Child) -> Outcome {
+fn finish(child: Child) -> Outcome {
     signal(&child, Signal::SIGCONT);
     child.wait_with_output().unwrap().into()
 }
@@ -69,7 +69,7 @@ fn a_second_run_is_refused_at_once_and_the_first_does_not_notice() {
     let exported = run(program(&["export"]).arg(workspace.path("r")).arg(workspace.path("exported")));
     assert!(exported.code == 0 && exported.stdout.contains("exported step 2"), "{exported:?}");
     assert_eq!(listing(&workspace.path("r")), before, "somebody else wrote into it");
-    let ended = go_on(first);
+    let ended = finish(first);
     assert!(ended.digest() == alone && ended.stderr.is_empty(), "{ended:?}");
     assert_steps(&workspace, "r", STEPS);
     assert_eq!(run(&mut workspace.train("r", &[])).digest(), alone, "it is free again");
@@ -153,7 +153,7 @@ fn links_and_pipes_where_a_run_writes_are_not_followed_nor_waited_for() {
                 "trace.json" => ended.refused(2, &["trace.json", "--trace"]),
                 _ => ended.refused(2, &[name, "--output-dir"]),
             }
-            assert!(at.symlink_metadata().is_ok_and(|there| !there.is_file()), "{out} {name}");
+            assert!(at.symlink_metadata().is_ok_and(|found| !found.is_file()), "{out} {name}");
         }
     }
     assert_eq!(fs::read_to_string(victim).unwrap(), "mine");
@@ -204,7 +204,7 @@ fn a_timeline_that_finds_no_place_at_the_very_end_is_a_warning_as_all_steps_are_
     let digest = run(&mut workspace.train("alone", &[])).digest().to_string();
     let child = stopped(&workspace, "r", &[]);
     fs::create_dir(workspace.path("r/trace.json")).unwrap();
-    let ended = go_on(child);
+    let ended = finish(child);
     assert_eq!(ended.digest(), digest);
     assert!(ended.stderr.contains("warning: ") && ended.stderr.contains("trace.json: not a timeline"), "{ended:?}");
     assert!(ended.stdout.contains("lost          the timeline"), "{ended:?}");
@@ -216,7 +216,7 @@ fn removed_metrics_are_written_again() {
     let digest = run(&mut workspace.train("alone", &[])).digest().to_string();
     let child = stopped(&workspace, "r", &[]);
     fs::remove_file(workspace.path("r/metrics.jsonl")).unwrap();
-    let ended = go_on(child);
+    let ended = finish(child);
     assert_eq!(ended.digest(), digest);
     assert!(ended.stderr.lines().count() == 1 && ended.stderr.contains("metrics.jsonl was removed"), "{ended:?}");
     assert_steps(&workspace, "r", STEPS);
@@ -228,7 +228,7 @@ fn a_removed_directory_is_created_again_with_later_files() {
     let digest = run(&mut workspace.train("alone", &[])).digest().to_string();
     let child = stopped(&workspace, "r", &[]);
     fs::remove_dir_all(workspace.path("r")).unwrap();
-    let ended = go_on(child);
+    let ended = finish(child);
     assert_eq!(ended.digest(), digest);
     assert!(ended.stderr.contains("r was removed during the run"), "{ended:?}");
     assert_eq!(workspace.names("r", "checkpoint-"), ["checkpoint-10", "checkpoint-12", "checkpoint-4", "checkpoint-6", "checkpoint-8"]);
@@ -246,14 +246,14 @@ fn a_link_in_the_place_of_the_directory_leads_nowhere() {
     let moved = stopped(&workspace, "r", &[]);
     fs::rename(workspace.path("r"), workspace.path("r2")).unwrap();
     symlink("elsewhere", workspace.path("r")).unwrap();
-    let ended = go_on(moved);
+    let ended = finish(moved);
     assert!(ended.digest() == digest && ended.stderr.contains("continues in"), "{ended:?}");
     assert_eq!(workspace.names("r2", "checkpoint-").len(), 6);
     fs::remove_file(workspace.path("r")).unwrap();
     let removed = stopped(&workspace, "r", &[]);
     fs::remove_dir_all(workspace.path("r")).unwrap();
     symlink("elsewhere", workspace.path("r")).unwrap();
-    go_on(removed).refused(1, &["create", "File exists"]);
+    finish(removed).refused(1, &["create", "File exists"]);
     assert_eq!(workspace.names("elsewhere", ""), [""; 0]);
 }
 

@@ -100,7 +100,7 @@ impl UseEngine for Steps {
             assert_eq!(before.loss as f32, losses[step], "an evaluation of a step's data");
             if step == 0 {
                 engine.flush()?;
-                engine.read_state(StatePart::ALL[1], 0, &mut moments)?;
+                engine.read_state(StatePart::M, 0, &mut moments)?;
             }
         }
         Ok((losses, moments, digest(&mut engine)))
@@ -146,9 +146,9 @@ fn several_ranks_of_a_sequence_match_one_rank() {
             };
             let (losses, moments, _) = steps(&shape, nth as u64, &lines(1));
             for ranks in [2, 4] {
-                let (theirs, other_moments, _) = steps(&shape, nth as u64, &lines(ranks));
+                let (sharded_losses, other_moments, _) = steps(&shape, nth as u64, &lines(ranks));
                 let bound = if dtype == "float32" { (2 * ROWS * LENGTH) as f32 * 8.0 * unit } else { 8.0 * ranks as f32 * unit };
-                let loss = (losses[0] - theirs[0]).abs() / losses[0];
+                let loss = (losses[0] - sharded_losses[0]).abs() / losses[0];
                 assert!(loss <= bound, "{name} {dtype} on {ranks}: loss {loss}, bound {bound}");
                 let difference: Vec<f32> = moments.iter().zip(&other_moments).map(|(one, other)| one - other).collect();
                 for spec in TensorTable::new(&shape).specs() {
@@ -328,9 +328,9 @@ fn a_run_resumes_with_the_same_sequence_ranks_only() {
     let whole = run(&mut workspace.train("whole", &flags("--gpus=2", &[]))).digest().to_string();
     workspace.copy_checkpoints("whole", "resumed", &[6]);
     assert_eq!(run(&mut workspace.resume("resumed", &flags("--gpus=4", &[]))).digest(), whole);
-    let unsaid = ["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5", "--sequence-ranks=2", "--gpus=2"];
+    let default_sums = ["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5", "--sequence-ranks=2", "--gpus=2"];
     workspace.copy_checkpoints("whole", "unsaid", &[6]);
-    assert_eq!(run(&mut workspace.resume("unsaid", &unsaid)).digest(), whole, "shares are the checkpoint's");
+    assert_eq!(run(&mut workspace.resume("unsaid", &default_sums)).digest(), whole, "shares are the checkpoint's");
     for alone in [&["--gpus=1"][..], &["--gpus=2"], &["--gpus=4", "--sequence-ranks=4"]] {
         let of_four = if alone.contains(&"--sequence-ranks=4") { 4 } else { 1 };
         workspace.copy_checkpoints("whole", "other", &[6]);
@@ -378,7 +378,7 @@ fn a_rank_that_fails_at_a_handover_ends_all_and_a_stalled_one_is_reported() {
             "panic" => "rank 3: it panicked; see the message above",
             _ => "HandOver of step 2: it was to fail (faults)",
         };
-        let is_told = failed.stderr.contains(words) && failed.stderr.contains(&format!("rank {rank}"));
-        assert!(failed.code == 1 && is_told, "{rank} {kind}: {failed:?}");
+        let is_named = failed.stderr.contains(words) && failed.stderr.contains(&format!("rank {rank}"));
+        assert!(failed.code == 1 && is_named, "{rank} {kind}: {failed:?}");
     }
 }

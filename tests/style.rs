@@ -3,7 +3,10 @@
 mod face;
 mod floors;
 mod messages;
+mod names;
+mod outside;
 mod prose;
+mod sizes;
 
 use std::collections::BTreeMap;
 use std::fs;

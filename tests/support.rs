@@ -87,7 +87,7 @@ pub fn start(plan: &Plan, shape: &ModelShape, params: impl Fn(&TensorSpec) -> Ve
 /// Writes these weights into an engine.
 pub fn load<D: Kernels>(engine: &mut Engine<D>, params: impl Fn(&TensorSpec) -> Vec<f32>) {
     for spec in engine.table().specs().to_vec() {
-        engine.write_state(StatePart::Params, spec.offset_elems, &params(&spec)).unwrap();
+        engine.write_state(StatePart::PARAMS, spec.offset_elems, &params(&spec)).unwrap();
     }
     engine.send_weights().unwrap();
 }
@@ -95,8 +95,8 @@ pub fn load<D: Kernels>(engine: &mut Engine<D>, params: impl Fn(&TensorSpec) -> 
 /// Digest of an engine's flushed state, as `train --digest` prints it.
 pub fn digest<D: Kernels>(engine: &mut Engine<D>) -> String {
     engine.flush().unwrap();
-    let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().recipe.numerics.moments);
-    for_each_state(engine, |_, state| StatePart::ALL.into_iter().for_each(|part| digest.update(part, &state[part as usize])));
+    let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().optimizer().arrays());
+    for_each_state(engine, |_, state| STATE.into_iter().zip(state).for_each(|(part, elems)| digest.update(part, elems)));
     digest.finish()
 }
 
@@ -108,9 +108,12 @@ pub fn read_params(engine: &mut Engine<CpuDevice>) -> Vec<f32> {
     flat
 }
 
+/// The arrays of AdamW's state.
+const STATE: [StatePart; 3] = [StatePart::PARAMS, StatePart::M, StatePart::V];
+
 fn for_each_state<D: Kernels>(engine: &mut Engine<D>, mut each: impl FnMut(&TensorSpec, &[Vec<f32>; 3])) {
     for spec in engine.table().specs().to_vec() {
-        let state = StatePart::ALL.map(|part| {
+        let state = STATE.map(|part| {
             let mut elems = vec![0.0; spec.elems()];
             engine.read_state(part, spec.offset_elems, &mut elems).unwrap();
             elems

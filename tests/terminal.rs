@@ -37,7 +37,7 @@ impl Evil {
         outcome
     }
 
-    fn says(&self, args: &[&str]) -> Outcome {
+    fn run(&self, args: &[&str]) -> Outcome {
         self.shown(&mut program(args))
     }
 
@@ -62,7 +62,7 @@ fn foreign_control_characters_are_shown_escaped() {
     let flags = evil.flags();
     let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
     let data = format!("--data={}", evil.path(".jsonl"));
-    let train = |more: &[&str]| evil.says(&[&["train", &data], &flags[..], more].concat());
+    let train = |more: &[&str]| evil.run(&[&["train", &data], &flags[..], more].concat());
     let trained = train(&[]);
     assert_eq!(trained.code, 0, "{trained:?}");
     assert!(trained.stdout.contains("; from ") && trained.stdout.contains("\\u{1b}[31mv\\u{9b}2Ji\\u{202e}l\\u{2066}"), "{trained:?}");
@@ -94,9 +94,9 @@ fn foreign_control_characters_are_shown_escaped() {
         &["completions", "zsh"],
         &[EVIL],
     ] {
-        evil.says(args);
+        evil.run(args);
     }
-    assert_eq!(evil.says(&["digest", &out]).code, 0);
+    assert_eq!(evil.run(&["digest", &out]).code, 0);
 }
 
 #[test]
@@ -104,13 +104,13 @@ fn data_and_prepare_show_records_and_their_json_means_the_same() {
     let evil = Evil::new();
     let model = format!("--model={}", evil.path(""));
     let view = [&evil.path(".jsonl"), &model, "--tokenizer=bytes", "--seq-length=16"];
-    assert!(evil.says(&[&["data"], &view[..]].concat()).stdout.contains("\\u{9b}1m more\\r"));
-    let json = evil.says(&[&["data", "--json"], &view[..]].concat());
+    assert!(evil.run(&[&["data"], &view[..]].concat()).stdout.contains("\\u{9b}1m more\\r"));
+    let json = evil.run(&[&["data", "--json"], &view[..]].concat());
     let value: Value = serde_json::from_str(&json.stdout).unwrap_or_else(|e| panic!("{e}: {json:?}"));
     assert_eq!(value["first"][0]["file"].as_str().unwrap(), evil.path(".jsonl"), "escapes of JSON mean what stood there");
     assert!(value["first"][0]["pieces"][0]["text"].as_str().unwrap().starts_with(EVIL), "{value:#}");
     evil.shown(program(&[&["prepare"], &view[..]].concat()).env("XDG_CACHE_HOME", evil.path("-cache")));
-    evil.says(&["data", EVIL]);
+    evil.run(&["data", EVIL]);
 }
 
 #[test]
@@ -128,14 +128,14 @@ fn plan_simulate_and_bench_show_names_of_models_and_profiles() {
     let measured = ["bench", "step", &shape, "--device=cpu", "--threads=1", "--seq-length=16", "--steps=1", "--warmup=0"];
     for command in [&["plan", &named, &hardware][..], &["simulate", &shape, &hardware]] {
         for json in [&[][..], &["--json"]] {
-            let output = evil.says(&[command, json, &settled].concat());
+            let output = evil.run(&[command, json, &settled].concat());
             assert_eq!(output.code, 0, "{output:?}");
             assert!(json.is_empty() || serde_json::from_str::<Value>(&output.stdout).is_ok(), "{output:?}");
         }
     }
-    let output = evil.says(&measured);
+    let output = evil.run(&measured);
     assert!(output.code == 0 && serde_json::from_str::<Value>(&output.stdout).is_ok(), "{output:?}");
     for args in [&["plan", EVIL][..], &["plan", "--model", EVIL, &hardware], &["simulate", "--model-config", EVIL, "--hardware", EVIL]] {
-        evil.says(args);
+        evil.run(args);
     }
 }

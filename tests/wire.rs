@@ -69,7 +69,7 @@ fn harmed(workspace: &Workspace, plot: Plot, whole: &str) {
         _ => assert!(!all_well || may_heal, "nobody noticed: {}", message()),
     }
     if matches!(plot.phase, Phase::Gradients | Phase::Weights | Phase::Notices | Phase::Orders) && plot.harm == Harm::Flip {
-        let what = match plot.phase {
+        let kind = match plot.phase {
             Phase::Gradients => "gradients",
             Phase::Weights => "weights",
             _ => "notices",
@@ -78,7 +78,7 @@ fn harmed(workspace: &Workspace, plot: Plot, whole: &str) {
             let is_named = outcome.stderr.contains("process 0 on ") || outcome.stderr.contains("process 1 on ");
             assert!(outcome.code == 1 && is_named, "of process {other}: {}", message());
         }
-        let words = format!("{what} from it arrived damaged after step ");
+        let words = format!("{kind} from it arrived damaged after step ");
         assert!(first.stderr.contains(&words) && second.stderr.contains(&words), "{}", message());
     }
     let resumed = one(workspace, &out, 1, &["--resume-from-checkpoint=auto"]).output().unwrap();

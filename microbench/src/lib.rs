@@ -163,9 +163,9 @@ pub fn fill<T: bytemuck::Pod + Send + Sync>(host: &mut HostMemory, memory: Pinne
 pub fn fill_from<T: bytemuck::Pod + Send + Sync>(host: &mut HostMemory, memory: PinnedSlice, values: &[T]) {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let all = host.lend_mut::<T>(memory);
-    let share = all.len().div_ceil(threads).next_multiple_of(values.len()).max(1);
+    let part_elems = all.len().div_ceil(threads).next_multiple_of(values.len()).max(1);
     let write = |part: &mut [T]| part.chunks_mut(values.len()).for_each(|to| to.copy_from_slice(&values[..to.len()]));
-    std::thread::scope(|scope| all.chunks_mut(share).for_each(|part| drop(scope.spawn(move || write(part)))));
+    std::thread::scope(|scope| all.chunks_mut(part_elems).for_each(|part| drop(scope.spawn(move || write(part)))));
 }
 
 #[cfg(test)]

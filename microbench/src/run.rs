@@ -87,9 +87,9 @@ pub fn run<J: Job>(setting: Setting<'_>, mut job: impl FnMut(usize) -> J) -> Res
     let bell = Arc::new(Doorbell::default());
     let placement = if setting.pin { CpuPlacement::on(&Topology::this_machine(), setting.threads) } else { None };
     let pinned = placement.is_some();
-    let homes = policy(HugePagesChoice::Auto, setting.threads)?.homes();
+    let worker_nodes = policy(HugePagesChoice::Auto, setting.threads)?.worker_nodes();
     let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin("adam", worker, place.workers[worker]));
-    let mut pool = Threads::start(setting.threads, homes, bell.clone(), JOBS_MAX, on_start)?;
+    let mut pool = Threads::start(setting.threads, worker_nodes, bell.clone(), JOBS_MAX, on_start)?;
     let partition = join_optimizer(setting.group, Path::new("/sys/fs/resctrl"))?;
     let mut time = |index| -> Result<Duration> {
         let job = job(index);

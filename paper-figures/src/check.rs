@@ -169,11 +169,11 @@ fn same(figure: &Figure, rule: &Same) -> Result<Option<String>> {
         None => Some("no like".into()),
         Some(like) => rule.paths.iter().find(|path| !agree(path, line, like)).map(|path| format!("another {path}")),
     };
-    let found = ours.iter().enumerate().find_map(|(index, line)| differs(line).map(|what| (index + 1, what)));
+    let found = ours.iter().enumerate().find_map(|(index, line)| differs(line).map(|difference| (index + 1, difference)));
     let claim = &rule.claim;
     Ok(match found {
         _ if ours.is_empty() => Some(format!("{} has no lines: {claim}", rule.file)),
-        Some((line, what)) => Some(format!("not so: {claim}: line {line} of {} has {what} in {}", rule.file, rule.like)),
+        Some((line, difference)) => Some(format!("not so: {claim}: line {line} of {} has {difference} in {}", rule.file, rule.like)),
         None => None,
     })
 }

@@ -69,11 +69,11 @@ pub fn text(value: &Value) -> String {
 
 /// Whether `line` has all `wanted` values.
 pub fn holds(line: &Value, wanted: &BTreeMap<String, toml::Value>) -> bool {
-    wanted.iter().all(|(path, value)| field(line, path).is_some_and(|found| says(found, value)))
+    wanted.iter().all(|(path, value)| field(line, path).is_some_and(|found| equals(found, value)))
 }
 
 /// Whether a value in a line equals the wanted value. Numbers compare by value: `1e-3` equals `0.001`.
-pub fn says(found: &Value, wanted: &toml::Value) -> bool {
+pub fn equals(found: &Value, wanted: &toml::Value) -> bool {
     let wanted = plain(wanted);
     match (found.as_f64(), wanted.parse::<f64>()) {
         (Some(found), Ok(wanted)) => found == wanted,

@@ -147,10 +147,10 @@ fn run(args: &Args) -> Result<Output> {
 }
 
 fn programs(args: &Args) -> Result<Programs> {
-    let here = || -> std::io::Result<PathBuf> { Ok(std::env::current_exe()?.parent().unwrap_or(Path::new(".")).into()) };
+    let own_dir = || -> std::io::Result<PathBuf> { Ok(std::env::current_exe()?.parent().unwrap_or(Path::new(".")).into()) };
     let binaries = match &args.programs {
         Some(folder) => std::path::absolute(folder).map_err(|source| Error::Io { path: folder.clone(), source })?,
-        None => here().map_err(|source| Error::Io { path: "this program".into(), source })?,
+        None => own_dir().map_err(|source| Error::Io { path: "this program".into(), source })?,
     };
     Ok(Programs { binaries, figures: args.dir.clone() })
 }

@@ -57,8 +57,8 @@ pub fn run(figure: &Figure, programs: &Programs, choice: &Choice) -> Result<Vec<
     Ok(message)
 }
 
-fn plural(number: usize, what: &str) -> String {
-    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+fn plural(number: usize, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
 fn sweep(figure: &Figure, run: &Run, combinations: &[Flags], programs: &Programs, unfinished: &mut Unfinished) -> Result<Vec<Value>> {
@@ -95,10 +95,10 @@ pub fn silent_flag<'a>(run: &Run, flags: &'a Flags, lines: &[Value]) -> Option<&
         Some(_) => line["flags"].get(flag).cloned(),
         None => lines::field(line, &run.echo[flag]).cloned(),
     };
-    let says = |line: &Value, flag: &String| echo(line, flag).is_some_and(|found| lines::says(&found, &flags[flag]));
-    let silent = |line: &Value| flags.keys().filter(|flag| !says(line, flag)).collect::<Vec<_>>();
-    let closest = lines.iter().map(silent).min_by_key(Vec::len);
-    closest.map_or_else(|| flags.keys().next(), |silent| silent.first().copied())
+    let equals = |line: &Value, flag: &String| echo(line, flag).is_some_and(|found| lines::equals(&found, &flags[flag]));
+    let differing = |line: &Value| flags.keys().filter(|flag| !equals(line, flag)).collect::<Vec<_>>();
+    let closest = lines.iter().map(differing).min_by_key(Vec::len);
+    closest.map_or_else(|| flags.keys().next(), |differing| differing.first().copied())
 }
 
 #[cfg(test)]
@@ -112,12 +112,12 @@ mod tests {
         let text = "minutes = 0\n[plot]\nkind = \"bars\"\nx = \"x\"\n[[run]]\nprogram = \"bench-step\"\nout = \"a\"\nflags = { a = 1, b = \"x\" }\necho = { a = \"s.a\", b = \"b\" }\n";
         let run = &Config::parse(text).unwrap().run[0];
         let flags = &run.combinations(false)[0];
-        let silent = |lines: &[Value]| silent_flag(run, flags, lines).map(String::as_str);
-        assert_eq!(silent(&[json!({"other": 1}), json!({"s": {"a": 1.0}, "b": "x"})]), None);
-        assert_eq!(silent(&[json!({"s": {"a": 2}, "b": "x"}), json!({})]), Some("a"));
+        let differing = |lines: &[Value]| silent_flag(run, flags, lines).map(String::as_str);
+        assert_eq!(differing(&[json!({"other": 1}), json!({"s": {"a": 1.0}, "b": "x"})]), None);
+        assert_eq!(differing(&[json!({"s": {"a": 2}, "b": "x"}), json!({})]), Some("a"));
         // Values from two different lines do not count.
-        assert_eq!(silent(&[json!({"s": {"a": 1}}), json!({"b": "x"})]), Some("b"));
-        assert_eq!(silent(&[]), Some("a"));
-        assert_eq!(silent(&[json!({"refused": "too large", "flags": {"a": 1, "b": "x"}})]), None);
+        assert_eq!(differing(&[json!({"s": {"a": 1}}), json!({"b": "x"})]), Some("b"));
+        assert_eq!(differing(&[]), Some("a"));
+        assert_eq!(differing(&[json!({"refused": "too large", "flags": {"a": 1, "b": "x"}})]), None);
     }
 }

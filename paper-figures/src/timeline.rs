@@ -17,7 +17,7 @@ const BACKWARD: &str = "cross_entropy_grad";
 /// Number of steps to draw.
 const STEPS: usize = 2;
 /// Largest gap between merged spans, as a fraction of the window.
-const GAP_SHARE: f64 = 1.0 / 400.0;
+const GAP_FRACTION: f64 = 1.0 / 400.0;
 /// Lanes from top to bottom, and the prefix of the tracks that each lane merges.
 const LANES: [(&str, &str); 4] = [("compute", "compute"), ("to the host", "d2h"), ("optimizer", "adam"), ("to the device", "h2d")];
 
@@ -110,11 +110,11 @@ fn of(events: &[TraceEvent]) -> std::result::Result<Value, String> {
             let kind = if lane == "compute" { phase(&steps, &backwards, event) } else { kind(&event.name) };
             LaneSpan { kind: kind.into(), start_ms: (event.ts - from) / 1e3, end_ms: ((event.ts + event.dur).min(to) - from) / 1e3 }
         };
-        (lane, merged(inside.map(span).collect(), (to - from) / 1e3 * GAP_SHARE))
+        (lane, merged(inside.map(span).collect(), (to - from) / 1e3 * GAP_FRACTION))
     });
     Ok(json!({
         "ms": rounded((to - from) / 1e3),
-        "optimizer_share_in_backward": share_in_backward(&lanes[0].1, &lanes[2].1),
+        "optimizer_share_in_backward": fraction_in_backward(&lanes[0].1, &lanes[2].1),
         "lanes": lanes.map(|(lane, spans)| json!({"lane": lane, "spans": spans.iter().map(LaneSpan::json).collect::<Vec<_>>()})),
     }))
 }
@@ -155,7 +155,7 @@ pub fn merged(spans: Vec<LaneSpan>, gap_ms: f64) -> Vec<LaneSpan> {
 }
 
 /// Fraction of the pool's time that overlaps backward passes.
-fn share_in_backward(compute: &[LaneSpan], pool: &[LaneSpan]) -> f64 {
+fn fraction_in_backward(compute: &[LaneSpan], pool: &[LaneSpan]) -> f64 {
     let backward: Vec<_> = compute.iter().filter(|span| span.kind == "backward").collect();
     let overlap = |span: &LaneSpan| -> f64 {
         backward.iter().map(|under| (span.end_ms.min(under.end_ms) - span.start_ms.max(under.start_ms)).max(0.0)).sum()
@@ -229,8 +229,8 @@ mod tests {
         let change = event(0, REPLAN, 40e3, 5e3);
         let later = trace(3, 8e3).into_iter().skip(3).map(|event| TraceEvent { ts: event.ts + 45e3, ..event });
         let plans = each_plan(trace(4, 7e3).into_iter().chain([change]).chain(later).collect());
-        let shares: Vec<_> = plans.iter().map(|events| of(events).unwrap()["optimizer_share_in_backward"].clone()).collect();
-        assert_eq!(shares, [0.5, 0.0]);
+        let fractions: Vec<_> = plans.iter().map(|events| of(events).unwrap()["optimizer_share_in_backward"].clone()).collect();
+        assert_eq!(fractions, [0.5, 0.0]);
     }
 
     #[test]

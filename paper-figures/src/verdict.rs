@@ -39,7 +39,7 @@ pub fn verdict(figure: &Figure) -> Result<String> {
 ///
 /// # Errors
 /// Errors of reading data.
-pub fn origins(figure: &Figure) -> Result<String> {
+pub fn ours(figure: &Figure) -> Result<String> {
     let ours = check::ours(figure)?;
     let names = [(Origin::Model, "formula"), (Origin::Simulated, "simulated"), (Origin::Measured, "measured")];
     let found = names.into_iter().filter(|(origin, _)| ours.iter().any(|(_, of)| of == origin));
@@ -56,7 +56,7 @@ pub fn table(figures: &[Figure]) -> Result<String> {
         let (folder, config) = (figure.folder_name(), &figure.config);
         let picture =
             format!("<a href=\"{folder}/figure.svg\"><img src=\"{folder}/figure.png\" width=\"180\" alt=\"{}\"></a>", figure.label);
-        let data = [origins(figure)?, config.hardware.clone()].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(": ");
+        let data = [ours(figure)?, config.hardware.clone()].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(": ");
         let verdict = verdict(figure)?;
         let row =
             format!("| {picture} | [{}: {}]({folder}/README.md) | {verdict} | {data} | {} |\n", figure.label, figure.title, config.minutes);

@@ -73,7 +73,7 @@ impl Fake {
         Ok(())
     }
 
-    fn say(&self, status: &str, errno: Errno) -> io::Result<()> {
+    fn set_status(&self, status: &str, errno: Errno) -> io::Result<()> {
         fs::write(self.root.join("info/last_cmd_status"), format!("{status}\n"))?;
         if status == "ok" { Ok(()) } else { Err(errno.into()) }
     }
@@ -92,7 +92,7 @@ impl Fake {
         if parent.ends_with("mon_groups") {
             let control = parent.parent().unwrap();
             if cpus(control).and(wanted) != *wanted {
-                return self.say("Can only add CPUs to mongroup that belong to parent", Errno::EINVAL);
+                return self.set_status("Can only add CPUs to mongroup that belong to parent", Errno::EINVAL);
             }
             for other in Self::monitors(control) {
                 write_cpus(&other, &without(&cpus(&other), wanted));
@@ -100,7 +100,7 @@ impl Fake {
         } else {
             let dropped = without(&cpus(group), wanted);
             if group == self.root && !dropped.is_empty() {
-                return self.say("Can't drop CPUs from default group", Errno::EINVAL);
+                return self.set_status("Can't drop CPUs from default group", Errno::EINVAL);
             }
             let added = without(wanted, &cpus(group));
             for control in self.controls() {
@@ -112,18 +112,18 @@ impl Fake {
             write_cpus(&self.root, &cpus(&self.root).or(&dropped));
         }
         write_cpus(group, wanted);
-        self.say("ok", Errno::EINVAL)
+        self.set_status("ok", Errno::EINVAL)
     }
 
     fn move_task(&self, group: &Path, tid: &str) -> io::Result<()> {
         if !Path::new("/proc").join(tid).exists() {
-            return self.say(&format!("No task {tid}\nError while processing task {tid}"), Errno::ESRCH);
+            return self.set_status(&format!("No task {tid}\nError while processing task {tid}"), Errno::ESRCH);
         }
         let parent = group.parent().unwrap();
         if parent.ends_with("mon_groups") {
             let control = parent.parent().unwrap();
             if !tasks(control).contains(&tid.to_owned()) {
-                return self.say("Can't move task to different control group", Errno::EINVAL);
+                return self.set_status("Can't move task to different control group", Errno::EINVAL);
             }
             Self::monitors(control).iter().for_each(|other| drop_task(other, tid));
         } else {
@@ -136,7 +136,7 @@ impl Fake {
             Self::monitors(group).iter().for_each(|monitor| drop_task(monitor, tid));
         }
         write_tasks(group, [tasks(group), vec![tid.into()]].concat());
-        self.say("ok", Errno::EINVAL)
+        self.set_status("ok", Errno::EINVAL)
     }
 }
 
@@ -158,7 +158,7 @@ impl Kernel for Fake {
         self.count()?;
         let control = dir.parent().unwrap() == self.root;
         if control && self.controls().len() == CLOSIDS {
-            return self.say("Out of CLOSIDs", Errno::ENOSPC);
+            return self.set_status("Out of CLOSIDs", Errno::ENOSPC);
         }
         fs::create_dir(dir)?;
         let text = |file: &str| fs::copy(self.root.join(file), dir.join(file));
@@ -168,7 +168,7 @@ impl Kernel for Fake {
         }
         fs::write(dir.join("cpus_list"), "\n")?;
         fs::write(dir.join("tasks"), "")?;
-        self.say("ok", Errno::EINVAL)
+        self.set_status("ok", Errno::EINVAL)
     }
 
     fn remove(&self, dir: &Path) -> io::Result<()> {

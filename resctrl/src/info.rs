@@ -81,8 +81,9 @@ impl Info {
     /// Whether the limits in `line` are percentages of the full bandwidth, as on Intel and Arm. AMD's limits are in eighths of a GB/s.
     /// Limits of a tree mounted with `mba_MBps` are in MiB/s. Both are recognized by `delay_linear`, or by a limit above 100.
     pub fn limits_are_percent(&self, line: &Line) -> bool {
-        let says_no = |known: &Resource| known.name == line.resource && known.other.get("delay_linear").is_some_and(|linear| linear == "0");
-        line.values.pairs().is_some_and(|pairs| pairs.iter().all(|pair| pair.1 <= 100)) && !self.resources.iter().any(says_no)
+        let is_nonlinear =
+            |known: &Resource| known.name == line.resource && known.other.get("delay_linear").is_some_and(|linear| linear == "0");
+        line.values.pairs().is_some_and(|pairs| pairs.iter().all(|pair| pair.1 <= 100)) && !self.resources.iter().any(is_nonlinear)
     }
 }
 

@@ -91,7 +91,7 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn says_what_is_missing() {
+    fn missing_parts_are_named() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(discover(&dir.path().join("resctrl")).unwrap(), Discovery::NoMountPoint);
         assert_eq!(discover(dir.path()).unwrap(), Discovery::NotMounted);

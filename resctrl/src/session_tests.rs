@@ -18,7 +18,7 @@ fn foreign(name: &str) -> GroupPath {
     GroupPath::try_from(name.to_owned()).unwrap()
 }
 
-fn ours(name: &str) -> GroupPath {
+fn own_group(name: &str) -> GroupPath {
     GroupPath::control(&format!("{PREFIX}{name}")).unwrap()
 }
 
@@ -94,15 +94,15 @@ fn everything_is_as_it_was_after_a_drop() {
     let machine = Shared::new(&idle.tids);
     let before = machine.tree();
     let (mut session, _) = machine.session(usize::MAX);
-    session.create(&ours("adam")).unwrap();
-    session.add_cpus(&ours("adam"), &"0,3-5".parse().unwrap()).unwrap();
-    session.add_cpus(&ours("adam"), &"2".parse().unwrap()).unwrap();
-    assert_eq!(session.move_tasks(&ours("adam"), &[idle.tids.clone(), vec![i32::MAX]].concat()).unwrap(), 4);
-    session.set_schemata(&ours("adam"), &Schemata::parse("MB:0=20\nL3:1=f").unwrap()).unwrap();
+    session.create(&own_group("adam")).unwrap();
+    session.add_cpus(&own_group("adam"), &"0,3-5".parse().unwrap()).unwrap();
+    session.add_cpus(&own_group("adam"), &"2".parse().unwrap()).unwrap();
+    assert_eq!(session.move_tasks(&own_group("adam"), &[idle.tids.clone(), vec![i32::MAX]].concat()).unwrap(), 4);
+    session.set_schemata(&own_group("adam"), &Schemata::parse("MB:0=20\nL3:1=f").unwrap()).unwrap();
     let tree = session.tree();
-    assert_eq!(tree.cpus(&ours("adam")).unwrap().to_string(), "0,2-5");
+    assert_eq!(tree.cpus(&own_group("adam")).unwrap().to_string(), "0,2-5");
     assert_eq!(tree.cpus(&foreign("p0/mon_groups/m0")).unwrap().to_string(), "");
-    assert_eq!(tree.tasks(&ours("adam")).unwrap(), idle.tids);
+    assert_eq!(tree.tasks(&own_group("adam")).unwrap(), idle.tids);
     drop(session);
     assert_eq!(machine.tree(), before);
     assert_eq!(describe_journal(&machine.journal).unwrap(), None);
@@ -130,8 +130,8 @@ fn out_of_closids_is_an_error_and_leaves_nothing() {
     let machine = Shared::new(&[]);
     let before = machine.tree();
     let (mut session, _) = machine.session(usize::MAX);
-    ["a", "b"].iter().for_each(|name| session.create(&ours(name)).unwrap());
-    let error = session.create(&ours("c")).unwrap_err();
+    ["a", "b"].iter().for_each(|name| session.create(&own_group(name)).unwrap());
+    let error = session.create(&own_group("c")).unwrap_err();
     assert!(error.to_string().ends_with("superoffload-c: No space left on device (os error 28): Out of CLOSIDs"), "{error}");
     assert_eq!(error.condition(), crate::Condition::OutOfGroups);
     drop(session);
@@ -152,10 +152,10 @@ fn only_its_own_groups_are_changed() {
     ] {
         assert_eq!(error.condition(), crate::Condition::Refused, "{error}");
     }
-    session.create(&ours("adam")).unwrap();
-    let error = session.create(&ours("adam")).unwrap_err().to_string();
+    session.create(&own_group("adam")).unwrap();
+    let error = session.create(&own_group("adam")).unwrap_err().to_string();
     assert!(error.starts_with("create group superoffload-adam: it exists"), "{error}");
-    let error = session.set_schemata(&ours("adam"), &Schemata::parse("L3:7=f").unwrap()).unwrap_err().to_string();
+    let error = session.set_schemata(&own_group("adam"), &Schemata::parse("L3:7=f").unwrap()).unwrap_err().to_string();
     assert_eq!(error, "schemata of superoffload-adam: L3:7=f: there is no domain 7, only 0, 1");
 }
 
@@ -163,7 +163,7 @@ fn only_its_own_groups_are_changed() {
 fn a_journal_of_another_tree_is_not_touched() {
     let machine = Shared::new(&[]);
     let (mut session, _) = machine.session(usize::MAX);
-    session.create(&ours("adam")).unwrap();
+    session.create(&own_group("adam")).unwrap();
     session.keep().unwrap();
     let error = restore(Path::new("/elsewhere"), &machine.journal).unwrap_err().to_string();
     assert!(error.ends_with("resctrl: restore that first"), "{error}");
@@ -190,7 +190,7 @@ fn changes() -> impl Strategy<Value = Vec<Change>> {
 }
 
 fn apply(session: &mut Session, change: &Change, tids: &[i32]) -> Result<()> {
-    let groups = [ours("a"), ours("b"), ours("a").monitor("m").unwrap()];
+    let groups = [own_group("a"), own_group("b"), own_group("a").monitor("m").unwrap()];
     match change {
         Change::Create(group) => session.create(&groups[*group]),
         Change::Cpus(group, cpus) => session.add_cpus(&groups[*group], &cpus.iter().copied().collect()),

@@ -19,7 +19,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 
 /// Errors that may come from resctrl itself, which then writes a message to `last_cmd_status`. After other errors (missing file, read-only)
 /// that file describes an earlier command.
-const SPOKEN: [Errno; 7] = [Errno::EINVAL, Errno::ENOSPC, Errno::EBUSY, Errno::ESRCH, Errno::EPERM, Errno::ERANGE, Errno::EOVERFLOW];
+const WITH_STATUS: [Errno; 7] = [Errno::EINVAL, Errno::ENOSPC, Errno::EBUSY, Errno::ESRCH, Errno::EPERM, Errno::ERANGE, Errno::EOVERFLOW];
 
 /// A mounted tree.
 pub struct Tree {
@@ -208,8 +208,8 @@ impl Tree {
     }
 
     fn failed(&self, operation: &'static str, path: &Path, source: io::Error) -> Error {
-        let spoken = source.raw_os_error().is_some_and(|code| SPOKEN.contains(&Errno::from_raw(code)));
-        let status = if spoken { self.last_cmd_status() } else { None };
+        let has_status = source.raw_os_error().is_some_and(|code| WITH_STATUS.contains(&Errno::from_raw(code)));
+        let status = if has_status { self.last_cmd_status() } else { None };
         Error::Io { operation, path: path.into(), source, status }
     }
 

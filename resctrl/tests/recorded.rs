@@ -96,8 +96,8 @@ fn run(args: &[&str], root: &Path) -> (i32, String) {
     let journal = root.join("no-journal");
     // For tests of another architecture, the environment names an emulator and a folder of programs: see tests/aarch64/run.sh.
     let [emulator, programs] = ["SUPEROFFLOAD_EMULATOR", "SUPEROFFLOAD_PROGRAMS"].map(std::env::var_os);
-    let here = env!("CARGO_BIN_EXE_superoffload-resctrl");
-    let program = programs.map_or(here.into(), |dir| Path::new(&dir).join("superoffload-resctrl"));
+    let built = env!("CARGO_BIN_EXE_superoffload-resctrl");
+    let program = programs.map_or(built.into(), |dir| Path::new(&dir).join("superoffload-resctrl"));
     let mut command = Command::new(emulator.as_deref().unwrap_or(program.as_ref()));
     let output = command.args(emulator.map(|_| program)).args(args).arg("--root").arg(root).arg("--journal").arg(journal).output().unwrap();
     (output.status.code().unwrap(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())

@@ -24,7 +24,7 @@ impl Gantt {
         let shown = tracks.iter().filter(|track| track.track != "driver");
         let rows = shown.map(|track| {
             let busy = busy_ns(track.spans().iter(), &window_ns);
-            let row = busy.iter().map(|share| shade(*share)).collect();
+            let row = busy.iter().map(|fraction| shade(*fraction)).collect();
             let column_ns = (window_ns.end - window_ns.start) as f64 / COLUMNS as f64;
             (track.track.clone(), row, (busy.iter().sum::<f64>() * column_ns) as u64)
         });
@@ -50,9 +50,9 @@ fn busy_ns<'a>(spans: impl Iterator<Item = &'a Span>, window_ns: &Range<u64>) ->
     busy
 }
 
-fn shade(share: f64) -> char {
+fn shade(fraction: f64) -> char {
     // 90 % counts as fully busy: rounding and the gaps between kernels take the rest.
-    match share {
+    match fraction {
         s if s < 0.02 => SHADES[0],
         s if s < 0.34 => SHADES[1],
         s if s < 0.9 => SHADES[2],

@@ -27,6 +27,7 @@ use crate::signals::StopFlag;
 use crate::simulate::random_tokens::{LengthRange, RandomTokens};
 use crate::simulate::timed::Steps;
 use crate::trace::file::TraceFile;
+use crate::units::counted;
 use std::fmt::Display;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -98,10 +99,18 @@ impl StepBench {
         let (launch, settings) =
             process_group.map_or_else(|| Launcher::new(&self.settings), |process_group| process_group.launcher(&self.settings))?;
         let chosen = &launch.chosen;
-        chosen.note.iter().for_each(|why| log(&format_args!("no GPU: {why}")));
-        chosen.peers.iter().for_each(|line| log(line));
-        launch.warnings(&settings).iter().for_each(|line| log(&format_args!("warning: {line}")));
-        chosen.rates_from.iter().for_each(|rates_from| log(&format_args!("rates: {rates_from}")));
+        if let Some(why) = &chosen.note {
+            log(&format_args!("no GPU: {why}"));
+        }
+        for line in &chosen.peers {
+            log(line);
+        }
+        for line in &launch.warnings(&settings) {
+            log(&format_args!("warning: {line}"));
+        }
+        if let Some(rates_from) = &chosen.rates_from {
+            log(&format_args!("rates: {rates_from}"));
+        }
         let plan = launch.plan(&settings, &self.shape, settings.trace.is_some())?;
         let settings = plan.settle(&settings);
         log(&plan);
@@ -151,7 +160,7 @@ impl UseEngine for Measurement<'_> {
         let warn = |line: &str| log(&format_args!("warning: {line}"));
         let partition = launch.divide_cpus(settings, plan, warn)?;
         let Steps { warmup, timed: steps, clip } = bench.steps;
-        log(&format_args!("random weights in {init_seconds:.1} s; {warmup} steps of warm-up, then {steps}, clipping {clip}"));
+        log(&format_args!("random weights in {init_seconds:.1} s; {} of warm-up, then {steps}, clipping {clip}", counted(warmup, "step")));
         let mut tokens = RandomTokens::new(settings.seed, bench.shape.vocab).in_documents(bench.documents.clone());
         let start = Instant::now();
         bench.steps.warm_up(&mut engine, &mut tokens)?;
@@ -224,13 +233,13 @@ fn watched(sampler: Option<Result<Sampler>>) -> (Option<GpuSamples>, Option<Stri
 
 /// Memory use of `plan` while its engine lives. `available_before` is the memory that was available before the engine started.
 fn memory_peaks(plan: &Plan, available_before: Option<u64>) -> MemoryPeaks {
-    let kernel_says = |path: &str, key| meminfo_bytes(&std::fs::read_to_string(path).unwrap_or_default(), key);
-    let available_now = kernel_says("/proc/meminfo", "MemAvailable");
+    let read_kib_field = |path: &str, key| meminfo_bytes(&std::fs::read_to_string(path).unwrap_or_default(), key);
+    let available_now = read_kib_field("/proc/meminfo", "MemAvailable");
     MemoryPeaks {
         device_planned_bytes: plan.bytes_at(MemorySpace::Device),
         host_planned_bytes: plan.bytes_at(MemorySpace::Host),
         classes: MemoryUse::of(plan),
-        rss_peak_bytes: kernel_says("/proc/self/status", "VmHWM"),
+        rss_peak_bytes: read_kib_field("/proc/self/status", "VmHWM"),
         available_drop_bytes: available_before.zip(available_now).map(|(before, now)| before.saturating_sub(now)),
     }
 }

@@ -59,14 +59,18 @@ impl Slices {
         self.of(self.rank, bucket)
     }
 
-    /// The local range of `bucket` on this rank. All buckets but the last have slices of the same length.
+    /// The local range of `bucket` on this rank.
     pub(crate) fn local(&self, bucket: usize) -> Range<usize> {
         self.local_of(self.rank, bucket)
     }
 
     /// The local range of `bucket` on `rank`, in that rank's own order.
     pub(crate) fn local_of(&self, rank: usize, bucket: usize) -> Range<usize> {
-        let start = bucket * self.of(rank, 0).len();
+        let start = match self.ranks {
+            1 => self.layout.range(bucket).start,
+            _ if self.layout.is_uniform() => bucket * self.of(rank, 0).len(),
+            _ => (0..bucket).map(|before| self.of(rank, before).len()).sum(),
+        };
         start..start + self.of(rank, bucket).len()
     }
 
@@ -89,14 +93,13 @@ impl Slices {
 
     /// Elements of the longest slice that this rank owns.
     pub(crate) fn slice_elems(&self) -> usize {
-        // All buckets but the last have the same length.
-        self.global(0).len().max(self.global(self.layout.count() - 1).len())
+        self.layout.of_each_size().map(|bucket| self.global(bucket).len()).max().unwrap_or(0)
     }
 
     /// Elements of the longest slice of any rank.
     pub(crate) fn longest(&self) -> usize {
-        let last = self.layout.count() - 1;
-        (0..self.ranks).flat_map(|rank| [0, last].map(|bucket| self.of(rank, bucket).len())).max().unwrap_or(0)
+        let of = |bucket| (0..self.ranks).map(move |rank| self.of(rank, bucket).len());
+        self.layout.of_each_size().flat_map(of).max().unwrap_or(0)
     }
 
     /// The local range of the buckets of `tier`.
@@ -130,14 +133,19 @@ impl Slices {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bucket::layout::{BucketStarts, LayoutRequest};
     use proptest::prelude::*;
 
     proptest! {
         #[test]
         fn slices_tile_every_bucket_and_the_local_order(
             blocks in 1usize..60, bucket in 1usize..12, resident in 0usize..9, ranks in 1usize..6, from in 0usize..60, len in 0usize..60,
+            whole_tensors: bool,
         ) {
-            let layout = BucketLayout::new(blocks * BLOCK, bucket * BLOCK, Tier::Host).with_resident(resident);
+            let tensors: Vec<usize> = (0..blocks).filter(|block| block * block % 7 < 3).map(|block| block * BLOCK).collect();
+            let starts = if whole_tensors { BucketStarts::Tensors(&tensors) } else { BucketStarts::Blocks };
+            let (flat_elems, bucket_elems) = (blocks * BLOCK, bucket * BLOCK);
+            let layout = LayoutRequest { flat_elems, bucket_elems, away: Tier::Host, starts }.layout().with_resident(resident);
             let all: Vec<_> = (0..ranks).map(|rank| Slices::new(layout.clone(), rank, ranks)).collect();
             for b in 0..layout.count() {
                 let mut end = layout.range(b).start;

@@ -6,19 +6,20 @@ use crate::device::Kernels;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
 use crate::model::tensors::TensorSpec;
-use crate::optim::{PIECE_ELEMS, StatePart};
+use crate::optim::PIECE_ELEMS;
+use crate::optim::state_array::{StateArrays, StatePart};
 use std::ops::Range;
 use std::sync::mpsc;
 use std::{mem, thread};
 
-/// The digest of the state, flushed: optimizer step, then parameters, m and v of every tensor. A second thread adds up a piece while the
+/// The digest of the state, flushed: optimizer step, then all arrays of every tensor. A second thread adds up a piece while the
 /// next is read.
 ///
 /// # Errors
 /// The device's; no thread to be had.
 pub(crate) fn digest<D: Kernels>(engine: &mut Engine<D>) -> Result<String> {
     engine.flush()?;
-    let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().recipe.numerics.moments);
+    let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().optimizer().arrays());
     // Nothing waits in between, so that at most three pieces are held.
     let (read, pieces) = mpsc::sync_channel::<(StatePart, Vec<f32>)>(0);
     let (used, spare) = mpsc::channel();
@@ -52,10 +53,10 @@ pub(crate) fn for_each_piece<D: Kernels>(
     piece_elems: usize,
     mut each: impl FnMut(Option<&TensorSpec>, StatePart, &mut Vec<f32>) -> Result<()>,
 ) -> Result<()> {
-    let (specs, mut buffer) = (engine.table().specs().to_vec(), Vec::new());
+    let (specs, arrays, mut buffer) = (engine.table().specs().to_vec(), engine.plan().optimizer().arrays(), Vec::new());
     for spec in &specs {
         let mut begun = Some(spec);
-        for (part, piece) in pieces(spec.elems(), piece_elems) {
+        for (part, piece) in pieces(arrays, spec.elems(), piece_elems) {
             buffer.resize(piece.len(), 0.0);
             engine.read_state(part, spec.offset_elems + piece.start, &mut buffer)?;
             each(begun.take(), part, &mut buffer)?;
@@ -69,10 +70,10 @@ pub(crate) fn for_each_piece<D: Kernels>(
 /// # Errors
 /// A tensor that the model does not have, that cannot be read, or with values that training cannot continue from; errors of the device.
 pub(crate) fn restore<D: Kernels>(engine: &mut Engine<D>, loaded: &mut Loaded, piece_elems: usize) -> Result<()> {
-    let (specs, mut buffer) = (engine.table().specs().to_vec(), Vec::new());
+    let (specs, arrays, mut buffer) = (engine.table().specs().to_vec(), engine.plan().optimizer().arrays(), Vec::new());
     loaded.expect_tensors(specs.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
     for spec in &specs {
-        for (part, piece) in pieces(spec.elems(), piece_elems) {
+        for (part, piece) in pieces(arrays, spec.elems(), piece_elems) {
             buffer.resize(piece.len(), 0.0);
             loaded.read_state(&spec.name, part, piece.start, &mut buffer)?;
             engine.write_state(part, spec.offset_elems + piece.start, &buffer)?;
@@ -81,10 +82,10 @@ pub(crate) fn restore<D: Kernels>(engine: &mut Engine<D>, loaded: &mut Loaded, p
     Ok(())
 }
 
-/// The pieces of a tensor of `elems` elements: all of its parameters, then all of m, then all of v.
-fn pieces(elems: usize, piece_elems: usize) -> impl Iterator<Item = (StatePart, Range<usize>)> {
+/// The pieces of a tensor of `elems` elements: all of its parameters, then all of each further array.
+fn pieces(arrays: StateArrays, elems: usize, piece_elems: usize) -> impl Iterator<Item = (StatePart, Range<usize>)> {
     let of = move |part| (0..elems).step_by(piece_elems).map(move |start| (part, start..elems.min(start + piece_elems)));
-    StatePart::ALL.into_iter().flat_map(of)
+    arrays.parts().flat_map(of)
 }
 
 #[cfg(test)]
@@ -118,7 +119,7 @@ mod tests {
     }
 
     fn digest_by(engine: &mut Engine<CpuDevice>, piece_elems: usize) -> String {
-        let mut digest = StateDigest::new(3, engine.plan().recipe.numerics.moments);
+        let mut digest = StateDigest::new(3, engine.plan().optimizer().arrays());
         let update = |_: Option<&TensorSpec>, part, elems: &mut Vec<f32>| {
             digest.update(part, elems);
             Ok(())
@@ -136,6 +137,7 @@ mod tests {
             seed: 0,
             data_position: Value::Null,
             speculation: Value::Null,
+            clip: Default::default(),
             settings: Value::Null,
         };
         let run = serde_json::json!({"moments": engine.plan().recipe.numerics.moments}).as_object().unwrap().clone();
@@ -157,7 +159,7 @@ mod tests {
     fn expect_same_in_pieces(moments: Moments) {
         let (mut first, dir) = (engine(moments), tempfile::tempdir().unwrap());
         for spec in first.table().specs().to_vec() {
-            for (scale, part) in (1..).zip(StatePart::ALL) {
+            for (scale, part) in (1..).zip(moments.arrays().parts()) {
                 // Every element of all parts is another number, none of them below zero.
                 let elems: Vec<f32> = spec.range().map(|at| (at * 3 + scale) as f32).collect();
                 first.write_state(part, spec.offset_elems, &elems).unwrap();

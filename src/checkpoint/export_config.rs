@@ -21,7 +21,9 @@ pub(super) fn add_old_names(config: &mut Map<String, Value>) {
             config.insert(key.into(), value.clone());
         }
     };
-    BESIDE.into_iter().for_each(|key| add(config, key, all.get(key)));
+    for key in BESIDE {
+        add(config, key, all.get(key));
+    }
     add(config, LOCAL_THETA, sliding.and_then(|sliding| sliding.get(THETA)));
     add(config, OLD, stretched(all).as_ref());
 }

@@ -3,7 +3,9 @@
 use super::state_parts::StateParts;
 use crate::disk;
 use crate::error::{Error, Result};
+use crate::optim::clip::ClipMemory;
 use crate::optim::moments::Moments;
+use crate::optim::state_array::StateArrays;
 use crate::recipe::part::RunPart;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -38,6 +40,9 @@ pub(crate) struct TrainerState {
     pub(crate) data_position: Value,
     /// The state of adaptive speculation, in the coordinator's own format.
     pub(crate) speculation: Value,
+    /// Values that the rule of clipping keeps from step to step.
+    #[serde(default, skip_serializing_if = "ClipMemory::is_empty")]
+    pub(crate) clip: ClipMemory,
     /// The settings of the run, for people and for comparison at resume.
     pub settings: Value,
 }
@@ -167,6 +172,11 @@ impl Manifest {
         let manifest: Self = serde_json::from_slice(json).map_err(|e| Error::format(path, e))?;
         manifest.validate().map_err(|cause| Error::format(path, cause))?;
         Ok(manifest)
+    }
+
+    /// The arrays of each tensor in `state.bin`, in order.
+    pub fn arrays(&self) -> StateArrays {
+        self.moments().arrays()
     }
 
     /// Format of m and v in `state.bin`.

@@ -2,11 +2,10 @@
 
 use super::format::Manifest;
 use super::state_file::StateFile;
-use super::state_parts::{StateParts, file_name, offset};
+use super::state_parts::{StateParts, file_name};
 use crate::bucket::slices::Slices;
 use crate::error::Result;
-use crate::optim::StatePart;
-use crate::optim::moments::Moments;
+use crate::optim::state_array::{StateArrays, StatePart};
 use std::path::Path;
 
 /// The open files, each with its slices.
@@ -17,9 +16,9 @@ impl PartFiles {
     ///
     /// # Errors
     /// One that is missing or of another size.
-    pub(super) fn open(dir: &Path, parts: &StateParts, moments: Moments) -> Result<Self> {
+    pub(super) fn open(dir: &Path, parts: &StateParts, arrays: StateArrays) -> Result<Self> {
         let open = |(rank, crc32c): (usize, &Vec<u32>)| {
-            let file = StateFile::open(&dir.join(file_name(rank)), parts.file_bytes(rank, moments), crc32c.clone())?;
+            let file = StateFile::open(&dir.join(file_name(rank)), parts.file_bytes(rank, arrays), crc32c.clone())?;
             Ok((file, parts.slices(rank)))
         };
         parts.state_crc32c.iter().enumerate().map(open).collect::<Result<_>>().map(Self)
@@ -37,12 +36,12 @@ impl PartFiles {
     ///
     /// # Errors
     /// A checksum that differs.
-    pub(super) fn read(&mut self, (part, moments): (StatePart, Moments), start: usize, out: &mut [f32]) -> Result<()> {
+    pub(super) fn read(&mut self, (part, arrays): (StatePart, StateArrays), start: usize, out: &mut [f32]) -> Result<()> {
         for (file, own) in &mut self.0 {
-            let first = offset(moments, part, own.elems());
+            let (first, array) = (arrays.offset(part, own.elems()), arrays[part]);
             for (flat, local) in own.owned(start..start + out.len()) {
-                let at = first + (local * moments.dtype(part).bytes()) as u64;
-                moments.load(part, &mut out[flat.start - start..flat.end - start], |bytes| file.read_at(at, bytes))?;
+                let at = (first + array.bytes(local)) as u64;
+                array.load(&mut out[flat.start - start..flat.end - start], |bytes| file.read_at(at, bytes))?;
             }
         }
         Ok(())

@@ -3,10 +3,11 @@
 use super::*;
 use crate::checkpoint::state_file::StateWriter;
 use crate::disk::Dir;
+use crate::optim::moments::Moments;
 use crate::optim::norm::BLOCK;
 use crate::ranks::RANKS_MAX;
 
-const MOMENTS: Moments = Moments::Float32;
+const ARRAYS: StateArrays = Moments::Float32.arrays();
 
 fn parts(blocks: usize, bucket: usize, files: usize) -> StateParts {
     let flat = blocks * BLOCK;
@@ -17,7 +18,7 @@ fn parts(blocks: usize, bucket: usize, files: usize) -> StateParts {
         state_crc32c: vec![Vec::new(); files],
     };
     for rank in 0..files {
-        let chunks = parts.file_bytes(rank, MOMENTS).div_ceil(1 << 20);
+        let chunks = parts.file_bytes(rank, ARRAYS).div_ceil(1 << 20);
         parts.state_crc32c[rank] = vec![0; chunks as usize];
     }
     parts
@@ -26,11 +27,11 @@ fn parts(blocks: usize, bucket: usize, files: usize) -> StateParts {
 #[test]
 fn claims_that_make_no_sense_are_refused() {
     let (good, tensors) = (parts(10, 4, 3), [7, 100]);
-    good.validate(&tensors, MOMENTS).unwrap();
+    good.validate(&tensors, ARRAYS).unwrap();
     let refused = |change: &dyn Fn(&mut StateParts)| {
         let mut parts = good.clone();
         change(&mut parts);
-        parts.validate(&tensors, MOMENTS).unwrap_err()
+        parts.validate(&tensors, ARRAYS).unwrap_err()
     };
     for flat in [0, 1, u64::MAX, u64::MAX / BLOCK as u64 * BLOCK as u64] {
         assert!(refused(&|parts| parts.flat_elems = flat).starts_with("parts of "), "{flat}");
@@ -52,25 +53,25 @@ fn claims_that_make_no_sense_are_refused() {
 fn elements_are_found_by_their_place_in_the_flat_order() {
     for (blocks, bucket, files) in [(10, 4, 3), (7, 1, 2), (9, 9, 8), (5, 2, 4)] {
         let (dir, mut parts) = (tempfile::tempdir().unwrap(), parts(blocks, bucket, files));
-        let value = |part: StatePart, flat: usize| (3 * flat + part as usize) as f32;
+        let value = |part: StatePart, flat: usize| (3 * flat + part.index()) as f32;
         for rank in 0..files {
             let (own, mut file) = (parts.slices(rank), StateWriter::create(&Dir::open(dir.path()).unwrap(), &file_name(rank)).unwrap());
-            for part in StatePart::ALL {
+            for part in ARRAYS.parts() {
                 for (flat, _) in own.pieces(0..own.elems()) {
                     let values: Vec<f32> = flat.map(|at| value(part, at)).collect();
                     file.append(bytemuck::cast_slice(&values)).unwrap();
                 }
             }
             let written = file.finish().unwrap();
-            assert_eq!(written.id.bytes, parts.file_bytes(rank, MOMENTS));
+            assert_eq!(written.id.bytes, parts.file_bytes(rank, ARRAYS));
             parts.state_crc32c[rank] = written.crc32c;
         }
-        let mut open = PartFiles::open(dir.path(), &parts, MOMENTS).unwrap();
+        let mut open = PartFiles::open(dir.path(), &parts, ARRAYS).unwrap();
         open.verify().unwrap();
         for (start, end) in [(0, blocks * BLOCK), (1, 2), (BLOCK - 1, BLOCK + 1), (2 * BLOCK + 5, blocks * BLOCK - 3)] {
-            for part in StatePart::ALL {
+            for part in ARRAYS.parts() {
                 let mut read = vec![0.0; end - start];
-                open.read((part, MOMENTS), start, &mut read).unwrap();
+                open.read((part, ARRAYS), start, &mut read).unwrap();
                 assert!((start..end).zip(read).all(|(at, read)| read == value(part, at)), "{blocks} {bucket} {files}: {start}..{end}");
             }
         }

@@ -13,7 +13,7 @@ use crate::device::Kernels;
 use crate::disk::{self, Dir, TmpDir};
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
-use crate::optim::{PIECE_ELEMS, StatePart};
+use crate::optim::PIECE_ELEMS;
 use crate::planner::plan::Plan;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -28,7 +28,9 @@ pub(crate) fn save<D: Kernels>(engine: &mut Engine<D>, output_dir: &Dir, trainer
     let step = trainer.step;
     let mut writer = Writer::create_shared(output_dir, trainer, run)?;
     let specs = engine.table().specs().to_vec();
-    specs.iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
+    for spec in &specs {
+        writer.begin(&spec.name, &spec.shape);
+    }
     let state_crc32c = engine.save_slices([step, u64::from(std::process::id())], |engine| write(engine, writer.dir()))?;
     let layout = engine.slices().layout();
     writer.set_parts(StateParts {
@@ -50,13 +52,13 @@ pub(crate) fn save_own<D: Kernels>(engine: &mut Engine<D>, output_dir: &Path, [s
 
 /// Writes this rank's file into `dir`, and has it on disk; the checksums of its chunks.
 fn write<D: Kernels>(engine: &mut Engine<D>, dir: &Dir) -> Result<Vec<u32>> {
-    let (rank, elems, moments) = (engine.slices().rank(), engine.slices().elems(), engine.plan().recipe.numerics.moments);
+    let (rank, elems, arrays) = (engine.slices().rank(), engine.slices().elems(), engine.plan().optimizer().arrays());
     let (mut file, mut buffer) = (StateWriter::create(dir, &file_name(rank))?, Vec::new());
-    for part in StatePart::ALL {
+    for part in arrays.parts() {
         for start in (0..elems).step_by(PIECE_ELEMS) {
             buffer.resize(PIECE_ELEMS.min(elems - start), 0.0);
             engine.read_slices(part, start, &mut buffer)?;
-            moments.stored(part, &buffer, |bytes| file.append(bytes))?;
+            arrays[part].stored(&buffer, |bytes| file.append(bytes))?;
         }
     }
     let written = file.finish()?;
@@ -69,7 +71,7 @@ pub(crate) fn part_bytes(plan: &Plan, process: usize) -> u64 {
     let each = plan.site.ranks / plan.site.processes;
     let elems = |rank| Slices::new(plan.placement.layout.clone(), rank, plan.site.ranks).elems();
     let most = (process * each..(process + 1) * each).map(elems).max().unwrap_or(0);
-    (most * plan.recipe.numerics.moments.state_bytes()) as u64
+    plan.optimizer().arrays().bytes(most) as u64
 }
 
 /// A directory that shows that several processes have one file system, as checkpoints of theirs need. It goes when this is dropped, or when

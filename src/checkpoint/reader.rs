@@ -4,7 +4,8 @@ use super::format::{FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry};
 use super::part_files::{PartFiles, start_of};
 use super::state_file::{StateFile, open_sized};
 use crate::error::{Error, Result};
-use crate::optim::{PIECE_ELEMS, StatePart};
+use crate::optim::PIECE_ELEMS;
+use crate::optim::state_array::StatePart;
 use std::path::{Path, PathBuf};
 
 /// An open checkpoint with a valid manifest and files of the right sizes.
@@ -28,7 +29,7 @@ pub fn open(dir: &Path) -> Result<Loaded> {
     let manifest = Manifest::read(dir)?;
     let state = match &manifest.parts {
         None => StateSource::Whole(StateFile::open(&dir.join(STATE), manifest.state_bytes, manifest.state_crc32c.clone())?),
-        Some(parts) => StateSource::Parts(PartFiles::open(dir, parts, manifest.moments())?),
+        Some(parts) => StateSource::Parts(PartFiles::open(dir, parts, manifest.arrays())?),
     };
     for entry in &manifest.files {
         open_sized(&dir.join(MODEL).join(&entry.name), entry.bytes)?;
@@ -98,7 +99,7 @@ impl Loaded {
         if params.len() as u64 != elems {
             return Err(Error::format(self.state_path(), format_args!("tensor {name} has {elems} elements, expected {}", params.len())));
         }
-        self.read_elems(name, StatePart::Params, 0, params)
+        self.read_elems(name, StatePart::PARAMS, 0, params)
     }
 
     /// The files of `model/`: name and content, verified.
@@ -120,13 +121,11 @@ impl Loaded {
         if end > elems {
             return Err(Error::format(self.state_path(), format_args!("tensor {name} has {elems} elements, expected {end}")));
         }
-        let (moments, first) = (self.manifest.moments(), start_of(&self.manifest, nth).unwrap_or(0));
-        let width = |part| moments.dtype(part).bytes() as u64;
-        let before: u64 = StatePart::ALL.into_iter().take(part as usize).map(|before| elems * width(before)).sum();
-        let at = offset + before + start as u64 * width(part);
+        let (arrays, first) = (self.manifest.arrays(), start_of(&self.manifest, nth).unwrap_or(0));
+        let at = offset + (arrays.offset(part, elems as usize) + arrays[part].bytes(start)) as u64;
         match &mut self.state {
-            StateSource::Whole(file) => moments.load(part, out, |bytes| file.read_at(at, bytes)),
-            StateSource::Parts(files) => files.read((part, moments), first + start, out),
+            StateSource::Whole(file) => arrays[part].load(out, |bytes| file.read_at(at, bytes)),
+            StateSource::Parts(files) => files.read((part, arrays), first + start, out),
         }
     }
 
@@ -148,12 +147,12 @@ impl Loaded {
         if let StateSource::Whole(file) = &mut self.state {
             return file.for_each_chunk(visit);
         }
-        let (moments, tensors, mut buffer) = (self.manifest.moments(), self.manifest.tensors.clone(), Vec::new());
-        for (tensor, part) in tensors.iter().flat_map(|tensor| StatePart::ALL.map(|part| (tensor, part))) {
+        let (arrays, tensors, mut buffer) = (self.manifest.arrays(), self.manifest.tensors.clone(), Vec::new());
+        for (tensor, part) in tensors.iter().flat_map(|tensor| arrays.parts().map(move |part| (tensor, part))) {
             for start in (0..tensor.elems as usize).step_by(PIECE_ELEMS) {
                 buffer.resize(PIECE_ELEMS.min(tensor.elems as usize - start), 0.0);
                 self.read_elems(&tensor.name, part, start, &mut buffer)?;
-                moments.stored(part, &buffer, |bytes| {
+                arrays[part].stored(&buffer, |bytes| {
                     visit(bytes);
                     Ok(())
                 })?;

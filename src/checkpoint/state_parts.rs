@@ -3,9 +3,9 @@
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::bucket::slices::Slices;
 use crate::disk::canonical;
-use crate::optim::moments::Moments;
+use crate::optim::CHUNK_BYTES;
 use crate::optim::norm::BLOCK;
-use crate::optim::{CHUNK_BYTES, StatePart};
+use crate::optim::state_array::StateArrays;
 use crate::ranks::RANKS_MAX;
 use serde::{Deserialize, Serialize};
 
@@ -37,12 +37,6 @@ pub(super) fn is_file_name(name: &str) -> bool {
     rank.and_then(canonical::<usize>).is_some()
 }
 
-/// First byte of `part` in a file of `elems` elements.
-pub(super) fn offset(moments: Moments, part: StatePart, elems: usize) -> u64 {
-    let before = StatePart::ALL.into_iter().take(part as usize);
-    before.map(|before| (elems * moments.dtype(before).bytes()) as u64).sum()
-}
-
 impl StateParts {
     /// Which elements the file of `rank` holds.
     pub(super) fn slices(&self, rank: usize) -> Slices {
@@ -50,12 +44,12 @@ impl StateParts {
         Slices::new(layout, rank, self.state_crc32c.len())
     }
 
-    pub(super) fn file_bytes(&self, rank: usize, moments: Moments) -> u64 {
-        (self.slices(rank).elems() * moments.state_bytes()) as u64
+    pub(super) fn file_bytes(&self, rank: usize, arrays: StateArrays) -> u64 {
+        arrays.bytes(self.slices(rank).elems()) as u64
     }
 
     /// Checks that the parts fit `tensors` with these numbers of elements.
-    pub(super) fn validate(&self, tensors: &[u64], moments: Moments) -> std::result::Result<(), String> {
+    pub(super) fn validate(&self, tensors: &[u64], arrays: StateArrays) -> std::result::Result<(), String> {
         let Self { flat_elems, bucket_elems, starts, state_crc32c } = self;
         let blocks = |elems: u64| elems > 0 && elems.is_multiple_of(BLOCK as u64);
         if !blocks(*flat_elems) || !blocks(*bucket_elems) || bucket_elems > flat_elems || *flat_elems > ELEMS_MAX {
@@ -68,8 +62,12 @@ impl StateParts {
         if starts.len() != tensors.len() || !starts.iter().zip(tensors).all(fits) {
             return Err(format!("tensors reach beyond {flat_elems} elements"));
         }
-        let chunks = |rank: usize| self.file_bytes(rank, moments).div_ceil(CHUNK_BYTES as u64);
+        let chunks = |rank: usize| self.file_bytes(rank, arrays).div_ceil(CHUNK_BYTES as u64);
         let wrong = (0..state_crc32c.len()).find(|rank| state_crc32c[*rank].len() as u64 != chunks(*rank));
-        wrong.map_or(Ok(()), |rank| Err(format!("{} has {} checksums, not {}", file_name(rank), state_crc32c[rank].len(), chunks(rank))))
+        if let Some(rank) = wrong {
+            Err(format!("{} has {} checksums, not {}", file_name(rank), state_crc32c[rank].len(), chunks(rank)))
+        } else {
+            Ok(())
+        }
     }
 }

@@ -6,8 +6,8 @@ use crate::disk::Dir;
 use crate::disk::faults::{self, Mode};
 use crate::dtype::Element;
 use crate::error::{Error, Result};
-use crate::optim::StatePart;
 use crate::optim::moments::Moments;
+use crate::optim::state_array::StatePart;
 use half::bf16;
 use proptest::prelude::*;
 use rand::{Rng, SeedableRng};
@@ -29,6 +29,7 @@ pub(super) fn trainer(step: u64) -> TrainerState {
         seed: u64::MAX,
         data_position: json!({"epoch": 1, "window": 12345}),
         speculation: json!([true, false, true]),
+        clip: Default::default(),
         settings: json!({"max_grad_norm": 0.1}),
     }
 }
@@ -64,11 +65,14 @@ pub(crate) struct TensorSource<'a> {
     pub(crate) v: &'a [f32],
 }
 
+/// The arrays of AdamW's state.
+const ADAMW: [StatePart; 3] = [StatePart::PARAMS, StatePart::M, StatePart::V];
+
 impl Writer {
     pub(crate) fn tensor(&mut self, tensor: TensorSource<'_>) -> Result<()> {
         let TensorSource { name, shape, params, m, v } = tensor;
         self.begin(name, shape);
-        for (part, elems) in StatePart::ALL.into_iter().zip([params, m, v]) {
+        for (part, elems) in ADAMW.into_iter().zip([params, m, v]) {
             assert_eq!(elems.len(), shape.iter().product::<usize>(), "tensor {name} of shape {shape:?}");
             self.elems(part, elems)?;
         }
@@ -112,7 +116,7 @@ pub(super) fn read_back(dir: &Path, wanted: &[Tensor]) -> crate::error::Result<b
     let mut same = true;
     for (name, shape, parts) in wanted {
         let elems = shape.iter().product();
-        for (part, expected) in StatePart::ALL.into_iter().zip(parts) {
+        for (part, expected) in ADAMW.into_iter().zip(parts) {
             let mut read = vec![0.0; elems];
             loaded.read_elems(name, part, 0, &mut read)?;
             same &= bits(&read) == bits(expected);
@@ -434,7 +438,7 @@ fn its_size_is_known_before_it_is_written() {
     let path = save_step(dir.path(), 1, &tensors, None).unwrap().path;
     let params = tensors.iter().map(|(_, _, [params, ..])| params.len()).sum();
     let bytes: u64 = files_of(&path).iter().filter(|file| !file.ends_with(MANIFEST)).map(|file| file.metadata().unwrap().len()).sum();
-    assert_eq!(checkpoint_bytes(params, Moments::Float32, &model_files()), bytes);
+    assert_eq!(checkpoint_bytes(params, Moments::Float32.arrays(), &model_files()), bytes);
 }
 
 #[test]
@@ -442,14 +446,14 @@ fn the_digest_of_a_checkpoint_is_the_digest_of_the_state() {
     let dir = tempfile::tempdir().unwrap();
     let tensors = tensors(5);
     let path = save_step(dir.path(), 3, &tensors, None).unwrap().path;
-    let mut digest = digest::StateDigest::new(3, Moments::Float32);
-    tensors.iter().for_each(|(_, _, parts)| StatePart::ALL.into_iter().zip(parts).for_each(|(part, elems)| digest.update(part, elems)));
+    let mut digest = digest::StateDigest::new(3, Moments::Float32.arrays());
+    tensors.iter().for_each(|(_, _, parts)| ADAMW.into_iter().zip(parts).for_each(|(part, elems)| digest.update(part, elems)));
     let hex = digest.finish();
     assert_eq!(digest::digest_checkpoint(&path).unwrap(), hex);
     assert!(hex.len() == 64 && hex.bytes().all(|b| b.is_ascii_hexdigit()));
     // sha256 of eight zero bytes.
     let zero = "af5570f5a1810b7af78caf4bc70a660f0df51e42baf91d4de5b2328de0e83dfc";
-    assert_eq!(digest::StateDigest::new(0, Moments::Float32).finish(), zero);
+    assert_eq!(digest::StateDigest::new(0, Moments::Float32.arrays()).finish(), zero);
 }
 
 #[test]
@@ -550,8 +554,8 @@ fn packed_moments_are_stored_as_they_are_and_have_a_format_of_their_own() {
     assert!(read_back(&path, &tensors).unwrap());
     let (manifest, params) = (verify(&path).unwrap(), tensors.iter().map(|(_, _, [params, ..])| params.len()).sum::<usize>());
     assert_eq!((manifest.format_version, manifest.state_bytes, manifest.moments()), (3, 8 * params as u64, Moments::Bfloat16));
-    let mut digest = digest::StateDigest::new(3, Moments::Bfloat16);
-    tensors.iter().for_each(|(_, _, parts)| StatePart::ALL.into_iter().zip(parts).for_each(|(part, elems)| digest.update(part, elems)));
+    let mut digest = digest::StateDigest::new(3, Moments::Bfloat16.arrays());
+    tensors.iter().for_each(|(_, _, parts)| ADAMW.into_iter().zip(parts).for_each(|(part, elems)| digest.update(part, elems)));
     assert_eq!(digest::digest_checkpoint(&path).unwrap(), digest.finish());
     let mut older = true_manifest(&path);
     older["format_version"] = json!(2);
@@ -737,7 +741,7 @@ fn a_state_that_no_training_goes_on_from_is_refused_with_tensor_and_element() {
             let saved = save_step(dir.path(), step, &[tensor], None).unwrap();
             let mut loaded = open(&saved.path).unwrap();
             // In two pieces, so that the element's place is counted from the tensor's first.
-            StatePart::ALL.into_iter().try_for_each(|part| {
+            ADAMW.into_iter().try_for_each(|part| {
                 loaded.read_state("norm", part, 0, &mut [0.0; 3]).and_then(|()| loaded.read_state("norm", part, 3, &mut [0.0; 10]))
             })
         };

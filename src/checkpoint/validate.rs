@@ -4,6 +4,7 @@ use super::format::{CHUNK_BYTES, Manifest, STATE, TrainerState, moments_of};
 use crate::engine::protocol::loss_scale;
 use crate::model::weights::{COMPANION_BYTES_MAX, is_model_file_name};
 use crate::optim::moments::Moments;
+use crate::optim::state_array::StateArrays;
 use std::collections::HashSet;
 
 /// More steps than any run has. Up to here a float64 counts exactly, and sums of a few such numbers fit an u64.
@@ -24,8 +25,8 @@ impl Manifest {
             return Err(format!("moments in {moments}, which format {} does not have", self.format_version));
         }
         self.trainer.validate()?;
-        self.validate_tensors(moments.state_bytes() as u64)?;
-        self.validate_parts(moments)?;
+        self.validate_tensors(moments.arrays().state_bytes() as u64)?;
+        self.validate_parts(moments.arrays())?;
         self.validate_files()
     }
 
@@ -48,7 +49,7 @@ impl Manifest {
         Ok(())
     }
 
-    fn validate_parts(&self, moments: Moments) -> Verified {
+    fn validate_parts(&self, arrays: StateArrays) -> Verified {
         let Some(parts) = &self.parts else {
             let version = self.format_version;
             return if version < 4 { Ok(()) } else { Err(format!("format {version} without the parts of its state")) };
@@ -56,24 +57,24 @@ impl Manifest {
         if self.format_version < 4 {
             return Err(format!("parts of several processes, which format {} does not have", self.format_version));
         }
-        parts.validate(&self.tensors.iter().map(|tensor| tensor.elems).collect::<Vec<_>>(), moments)
+        parts.validate(&self.tensors.iter().map(|tensor| tensor.elems).collect::<Vec<_>>(), arrays)
     }
 
     fn validate_files(&self) -> Verified {
         let mut names = HashSet::new();
-        let mut room = MODEL_BYTES_MAX;
+        let mut bytes_left = MODEL_BYTES_MAX;
         for file in &self.files {
             if !is_model_file_name(&file.name) || !names.insert(&file.name) {
                 return Err(format!("file name {:?} is not allowed", file.name));
             }
-            if file.bytes > COMPANION_BYTES_MAX.min(room) {
+            if file.bytes > COMPANION_BYTES_MAX.min(bytes_left) {
                 let bytes = file.bytes;
                 return Err(format!(
                     "file {:?} of {bytes} bytes: at most {COMPANION_BYTES_MAX}, {MODEL_BYTES_MAX} all together",
                     file.name
                 ));
             }
-            room -= file.bytes;
+            bytes_left -= file.bytes;
         }
         Ok(())
     }

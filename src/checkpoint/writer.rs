@@ -7,8 +7,7 @@ use super::store::{self, HiddenRole, RetainedCheckpoints};
 use super::written::Written;
 use crate::disk::{Dir, FileId, TmpDir};
 use crate::error::Result;
-use crate::optim::StatePart;
-use crate::optim::moments::Moments;
+use crate::optim::state_array::{StateArrays, StatePart};
 use serde_json::{Map, Value};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -37,8 +36,8 @@ pub(crate) struct Writer {
 }
 
 /// Bytes that a checkpoint of so many parameters takes on disk, but for its manifest, which is small.
-pub(crate) fn checkpoint_bytes(params: usize, moments: Moments, model_files: &[(String, Vec<u8>)]) -> u64 {
-    (params * moments.state_bytes()) as u64 + model_files.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>()
+pub(crate) fn checkpoint_bytes(params: usize, arrays: StateArrays, model_files: &[(String, Vec<u8>)]) -> u64 {
+    arrays.bytes(params) as u64 + model_files.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>()
 }
 
 impl Writer {
@@ -75,18 +74,18 @@ impl Writer {
     /// The state lies in files of several processes.
     pub(super) fn set_parts(&mut self, parts: StateParts) {
         for rank in 0..parts.state_crc32c.len() {
-            self.written.add_of_another(file_name(rank), parts.file_bytes(rank, self.manifest.moments()));
+            self.written.add_of_another(file_name(rank), parts.file_bytes(rank, self.manifest.arrays()));
         }
         let tensors = self.manifest.tensors.iter();
-        self.manifest.state_bytes = tensors.map(|tensor| tensor.elems * self.manifest.moments().state_bytes() as u64).sum();
+        self.manifest.state_bytes = tensors.map(|tensor| tensor.elems * self.manifest.arrays().state_bytes() as u64).sum();
         self.manifest.set_parts(parts);
     }
 
-    /// Begins a tensor. Its elements follow in calls of [`Writer::elems`]: first all parameters, then all of m, then all of v.
+    /// Begins a tensor. Its elements follow in calls of [`Writer::elems`]: first all parameters, then all of each further array.
     /// The order of the tensors is the order in the file and in the state's digest.
     pub(crate) fn begin(&mut self, name: &str, shape: &[usize]) {
         let before = self.manifest.tensors.last();
-        let offset = before.map_or(0, |last| last.offset + last.elems * self.manifest.moments().state_bytes() as u64);
+        let offset = before.map_or(0, |last| last.offset + last.elems * self.manifest.arrays().state_bytes() as u64);
         let elems = shape.iter().product::<usize>() as u64;
         self.manifest.tensors.push(TensorEntry { name: name.into(), shape: shape.into(), offset, elems });
     }
@@ -98,7 +97,7 @@ impl Writer {
     /// The file cannot be written.
     pub(crate) fn elems(&mut self, part: StatePart, elems: &[f32]) -> Result<()> {
         let state = self.state.as_mut();
-        state.map_or(Ok(()), |state| self.manifest.moments().stored(part, elems, |bytes| state.append(bytes)))
+        if let Some(state) = state { self.manifest.arrays()[part].stored(elems, |bytes| state.append(bytes)) } else { Ok(()) }
     }
 
     /// Writes `model/` and the manifest, syncs, and publishes the directory under its final name. Then keeps the

@@ -37,12 +37,12 @@ enum AliasRule {
         other: Sense,
     },
     /// A value below 1 is a ratio and sets this flag.
-    ShareOf(&'static str),
+    FractionOf(&'static str),
     /// The meaning for every value.
     Always(Sense),
 }
 
-use AliasRule::{Always, Name, ShareOf, Switch, Words};
+use AliasRule::{Always, FractionOf, Name, Switch, Words};
 
 const BEST_IS_KEPT: &str = "the best checkpoint of an evaluation is kept beside the last: superoffload export RUN OUT --best";
 const ALL_PARAMETERS: &str = "every parameter is trained here; leave it out";
@@ -78,7 +78,7 @@ const TABLE: &[(&str, AliasRule)] = &[
             ("adamw-torch-npu-fused", Holds), ("adamw-apex-fused", Holds)],
         other: Refused("the optimizer is AdamW with 32-bit states: use adamw_torch, adamw_torch_fused, adamw_hf or adamw_apex_fused"),
     }),
-    ("warmup-steps", ShareOf("warmup-ratio")),
+    ("warmup-steps", FractionOf("warmup-ratio")),
     ("lr-scheduler-type", Words {
         known: &[("constant-with-warmup", Set("lr-scheduler-type", "constant")), ("warmup-stable-decay", Set("lr-scheduler-type", "wsd"))],
         other: AsWritten,
@@ -225,9 +225,9 @@ pub(super) fn outcome(name: &str, value: &str) -> std::result::Result<Translatio
     let word = word(value);
     let sense = match rule(name) {
         None | Some(Name(_)) => AsWritten,
-        Some(ShareOf(flag)) => {
-            let is_share = value.parse::<f64>().is_ok_and(|share| share > 0.0 && share < 1.0);
-            return Ok(if is_share { Translation::Flag(flag, value.into()) } else { Translation::AsWritten });
+        Some(FractionOf(flag)) => {
+            let is_fraction = value.parse::<f64>().is_ok_and(|fraction| fraction > 0.0 && fraction < 1.0);
+            return Ok(if is_fraction { Translation::Flag(flag, value.into()) } else { Translation::AsWritten });
         }
         Some(Always(sense)) => *sense,
         Some(Words { known, other }) => known.iter().find(|(known, _)| *known == word).map_or(*other, |(_, sense)| *sense),
@@ -460,7 +460,7 @@ mod tests {
         let is_flag = |name: &str| flags().iter().any(|flag| flag.get_long() == Some(name));
         for flag in flags() {
             let name = flag.get_long().unwrap();
-            let leaves = matches!(rule(name), None | Some(ShareOf(_)) | Some(Words { other: AsWritten, .. }));
+            let leaves = matches!(rule(name), None | Some(FractionOf(_)) | Some(Words { other: AsWritten, .. }));
             assert!(leaves, "--{name} is shadowed by {:?}", rule(name));
             let own = flag.get_possible_values().iter().all(|value| outcome(name, value.get_name()) == Ok(Translation::AsWritten));
             assert!(own, "--{name}");
@@ -468,7 +468,7 @@ mod tests {
         for (name, rule) in TABLE {
             let targets: Vec<&str> = match rule {
                 Name(_) => vec![plain_name(name)],
-                ShareOf(flag) => vec![flag],
+                FractionOf(flag) => vec![flag],
                 Switch { yes, no } => {
                     [yes, no].into_iter().filter_map(|sense| if let Set(flag, _) = sense { Some(*flag) } else { None }).collect()
                 }

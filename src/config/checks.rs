@@ -134,7 +134,7 @@ impl Settings {
             self.micro_batches(),
             format!("a step must have at most {STEP_TOKENS_MAX} tokens"),
         )?;
-        self.check_shares()
+        self.check_partial_sums()
     }
 
     fn check_evaluation(&self) -> Result<()> {
@@ -159,15 +159,15 @@ impl Settings {
         check(patience.is_some() || threshold == 0.0, "early-stopping-threshold", threshold, "needs --early-stopping-patience")
     }
 
-    /// Checks that all gradient shares have the same number of micro-batches, once the number of GPUs is known.
+    /// Checks that all partial sums have the same number of micro-batches, once the number of GPUs is known.
     ///
     /// # Errors
     /// `Usage` that names both numbers.
-    pub(crate) fn check_shares(&self) -> Result<()> {
+    pub(crate) fn check_partial_sums(&self) -> Result<()> {
         if self.all_gpus {
             return Ok(());
         }
-        let (shares, micro_batches) = (self.partial_sums(), self.micro_batches());
+        let (partial_sums, micro_batches) = (self.partial_sums(), self.micro_batches());
         let parts = micro_batches.saturating_mul(self.sequence_ranks);
         let of_parts = if self.sequence_ranks > 1 { format!(" times --sequence-ranks {}", self.sequence_ranks) } else { String::new() };
         let rule = format!("must divide the {micro_batches} micro-batches of a step (--gradient-accumulation-steps){of_parts}");
@@ -179,14 +179,19 @@ impl Settings {
             let more = if (2..=PARTS_MAX).contains(&self.gpus) && self.processes > 1 { in_groups } else { String::new() };
             return Err(Error::usage(format!("{all}: must be at most {PARTS_MAX} devices{more}")));
         }
-        require(parts.is_multiple_of(shares), "gradient-shares", shares, rule)?;
-        require(shares.is_multiple_of(ranks), "gradient-shares", shares, format!("must be a multiple of {all}"))?;
+        require(parts.is_multiple_of(partial_sums), "gradient-shares", partial_sums, rule)?;
+        require(partial_sums.is_multiple_of(ranks), "gradient-shares", partial_sums, format!("must be a multiple of {all}"))?;
         let group = self.gradient_group.unwrap_or(1);
-        require(shares.is_multiple_of(group), "gradient-group", group, format!("must divide --gradient-shares {shares}"))?;
+        require(partial_sums.is_multiple_of(group), "gradient-group", group, format!("must divide --gradient-shares {partial_sums}"))?;
         let rank_of_fault = self.faults.iter().map(|fault| fault.rank).max().unwrap_or(0);
         require(rank_of_fault < ranks, "faults", format!("rank = {rank_of_fault}"), format!("must be below {all}"))?;
-        let share_of_fault = self.inject.iter().map(|injection| injection.share).max().unwrap_or(0);
-        require(share_of_fault < shares, "inject", format!("share = {share_of_fault}"), format!("must be below --gradient-shares {shares}"))
+        let last_faulty_sum = self.inject.iter().map(|injection| injection.share).max().unwrap_or(0);
+        require(
+            last_faulty_sum < partial_sums,
+            "inject",
+            format!("share = {last_faulty_sum}"),
+            format!("must be below --gradient-shares {partial_sums}"),
+        )
     }
 
     /// Checks the number of ranks that share sequences, without the model's number of heads.
@@ -361,7 +366,7 @@ mod tests {
 
     #[test]
     fn more_devices_than_a_kernel_adds_parts_of_are_of_groups() {
-        let of = |gpus, processes, gradient_group| Settings { gpus, processes, gradient_group, ..Settings::default() }.check_shares();
+        let of = |gpus, processes, gradient_group| Settings { gpus, processes, gradient_group, ..Settings::default() }.check_partial_sums();
         for (gpus, processes, group) in [(8, 1, None), (4, 2, None), (4, 4, Some(4)), (2, 8, Some(2)), (8, 2, Some(8))] {
             of(gpus, processes, group).unwrap();
         }

@@ -193,18 +193,18 @@ impl<'a> KeyReader<'a> {
             Some(GpuCount::Count(gpus)) => (gpus / self.upper.sequence_ranks.unwrap_or(1).max(1)).max(1),
             Some(GpuCount::All) => return self.refuse("train_batch_size", "cannot be combined with --gpus all; use --gpus N"),
         };
-        let share = |of: usize, by: usize| of.checked_div(by).unwrap_or(0);
+        let quotient = |of: usize, by: usize| of.checked_div(by).unwrap_or(0);
         let (all_micro, all_steps) = match (micro, steps) {
             (Some(micro), Some(steps)) => (micro, steps),
-            (Some(micro), None) => (micro, share(share(batch, micro), world)),
-            (None, Some(steps)) => (share(share(batch, world), steps), steps),
+            (Some(micro), None) => (micro, quotient(quotient(batch, micro), world)),
+            (None, Some(steps)) => (quotient(quotient(batch, world), steps), steps),
             (None, None) => (batch / world, 1),
         };
-        for (what, size) in
+        for (name, size) in
             [("Train batch size", batch), ("Micro batch size per gpu", all_micro), ("Gradient accumulation steps", all_steps)]
         {
             if size == 0 {
-                return self.refuse("train_batch_size", &format!("{what}: {size} has to be greater than 0"));
+                return self.refuse("train_batch_size", &format!("{name}: {size} has to be greater than 0"));
             }
         }
         if all_micro.checked_mul(all_steps).and_then(|product| product.checked_mul(world)) != Some(batch) {
@@ -369,9 +369,9 @@ impl<'a> KeyReader<'a> {
         }
         let cores = "zero_optimization.offload_optimizer.cpuadam_cores_perc";
         match self.number(cores)? {
-            Some(share) if (0.0..=1.0).contains(&share) => {
+            Some(fraction) if (0.0..=1.0).contains(&fraction) => {
                 let all = std::thread::available_parallelism().map_or(1, usize::from);
-                self.set(cores, "threads", NodeValue::Integer((share * all as f64).floor().max(1.0) as i128));
+                self.set(cores, "threads", NodeValue::Integer((fraction * all as f64).floor().max(1.0) as i128));
             }
             Some(_) => return self.refuse(cores, "must be from 0 to 1"),
             None => {}
@@ -394,14 +394,14 @@ impl<'a> KeyReader<'a> {
     /// The fraction of the states in host memory, which the strategy or the plan decides.
     fn states_on_host(&mut self, strategy: Option<&str>) -> Understood<()> {
         let ratio = "zero_optimization.offload_optimizer.ratio";
-        let Some(share) = self.number(ratio)? else { return Ok(()) };
-        if !(0.0..=1.0).contains(&share) {
+        let Some(fraction) = self.number(ratio)? else { return Ok(()) };
+        if !(0.0..=1.0).contains(&fraction) {
             return self.refuse(ratio, "must be from 0 to 1");
         }
         self.fate(
             ratio,
             match strategy {
-                Some("zero-offload") if share == 1.0 => "used: always so in this program",
+                Some("zero-offload") if fraction == 1.0 => "used: always so in this program",
                 Some("zero-offload") => "ignored: every state is in host memory; with \"super_offload\": true the plan chooses how many do",
                 _ => "ignored: the plan chooses how many buckets stay on the device: --resident-buckets",
             },

@@ -453,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn the_three_say_the_same() {
+    fn the_three_formats_are_equal() {
         use NodeValue::{Float, Integer, Text, Truth};
         let scalars = [Integer(1_000), Float(5e-5), Text("x y".into()), Truth(true), Integer(-3)];
         assert_eq!(values("a = 1_000\nb = 5e-5\nc = 'x y'\nd = true\ne = -3", Syntax::Toml), scalars);

@@ -51,7 +51,8 @@ impl TrainOptions {
         launched.check("--processes", self.processes, launched.processes)?;
         launched.check("--process", self.process, launched.process)?;
         if self.rendezvous.is_none() {
-            let missing = |what| Error::usage(format!("{}: {what} is missing; set it, or use --rendezvous HOST:PORT", launched.launcher));
+            let missing =
+                |variable| Error::usage(format!("{}: {variable} is missing; set it, or use --rendezvous HOST:PORT", launched.launcher));
             self.rendezvous = Some(launched.address.map_err(missing)?);
         }
         (self.processes, self.process) = (Some(launched.processes.number), Some(launched.process.number));

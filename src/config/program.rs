@@ -32,7 +32,7 @@ impl Program {
     /// The program of a file with `entries`, identified by its keys.
     pub(super) fn of(entries: &[DocumentEntry]) -> Option<Self> {
         let keys: Vec<String> = entries.iter().map(|entry| entry.key.replace('_', "-")).collect();
-        let matches = |signature: &[&str]| signature.iter().filter(|key| keys.iter().any(|there| there == *key)).count();
+        let matches = |signature: &[&str]| signature.iter().filter(|key| keys.iter().any(|present| present == *key)).count();
         let best = SIGNATURES.iter().rev().max_by_key(|(_, signature)| matches(signature))?;
         (matches(best.1) > 0).then_some(best.0)
     }

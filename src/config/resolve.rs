@@ -5,7 +5,7 @@ use super::options::{GpuCount, InitChoice};
 use super::settings::{Settings, TrainOptions};
 use crate::error::{Error, Result};
 use crate::hub::is_model_name;
-use crate::model_dir::expect_there;
+use crate::model_dir::expect_exists;
 use crate::optim::schedule::{LrScheduler, TrainLength};
 
 impl TrainOptions {
@@ -40,7 +40,7 @@ impl Settings {
         let is_demo = options.model.is_none() && options.data.is_none();
         if let Some(model) = options.model.as_ref().filter(|_| options.data.is_none()) {
             if !is_model_name(model) {
-                expect_there(model)?;
+                expect_exists(model)?;
             }
             let remedy = match options.resume_from_checkpoint {
                 Some(_) => "`superoffload resume DIR` takes it from the run in DIR",
@@ -105,14 +105,14 @@ impl Settings {
         self.gpus.saturating_mul(self.processes)
     }
 
-    /// Gradient shares of a step. Gradients of a share's micro-batches are accumulated in --dtype, and the shares are summed in float32.
-    /// Ranks that share sequences have a share each: their parts of the same micro-batches.
+    /// Partial sums of the gradient of a step. Gradients of a partial sum's micro-batches are accumulated in --dtype, and the partial sums
+    /// are summed in float32. Ranks that share sequences have a partial sum each: their parts of the same micro-batches.
     pub(crate) fn partial_sums(&self) -> usize {
         self.gradient_shares.unwrap_or(self.ranks())
     }
 
     /// Number of consecutive shares with a sum that is rounded to --dtype before all sums are added. It is 1 without such groups, and when
-    /// one group would hold all shares.
+    /// one group would hold all partial sums.
     pub(crate) fn group(&self) -> usize {
         self.gradient_group.filter(|group| *group < self.partial_sums()).unwrap_or(1)
     }
@@ -124,8 +124,8 @@ impl Settings {
 
     /// Micro-batches of a step, on all GPUs together.
     pub(crate) fn micro_batches(&self) -> usize {
-        let one_a_share = self.partial_sums() / self.sequence_ranks.max(1);
-        self.gradient_accumulation_steps.map_or(one_a_share, |steps| steps.saturating_mul(self.groups()))
+        let one_each = self.partial_sums() / self.sequence_ranks.max(1);
+        self.gradient_accumulation_steps.map_or(one_each, |steps| steps.saturating_mul(self.groups()))
     }
 }
 

@@ -48,7 +48,7 @@ pub(crate) enum OnResume {
     /// Ignored: the setting does not change the training result, or is compared by its contents (see [`RunPart`]).
     Free,
     /// The difference is reported, because it changes the training result.
-    Told,
+    Logged,
     /// A difference is refused, because the data position would mean other sequences.
     Order,
     /// The checkpoint's value is the default. Any other value is refused, because the data position would mean other tokens.
@@ -353,9 +353,9 @@ settings! {
         /// Set of offloading techniques.
         strategy: Strategy = Strategy::Superoffload, Free;
         /// Method to undo a failed speculation.
-        rollback: Rollback = Rollback::Deferred, Told;
+        rollback: Rollback = Rollback::Deferred, Logged;
         /// Format of weights and gradients on the device.
-        dtype: TrainDtype = TrainDtype::Bfloat16, Told;
+        dtype: TrainDtype = TrainDtype::Bfloat16, Logged;
         /// Format of layers' matrix products; fp8 is faster and coarser.
         matmul_dtype: MatmulDtype => "that of --dtype", Free;
         /// Format of AdamW's moments between steps.
@@ -383,7 +383,7 @@ settings! {
     }
 
     Schedule {
-        flags train_length: TrainLength = TrainLength::Epochs(3.0), Told {
+        flags train_length: TrainLength = TrainLength::Epochs(3.0), Logged {
             /// Optimizer steps; wins over --num-train-epochs.
             #[arg(value_name = "N")]
             max_steps: u64 => "none";
@@ -394,7 +394,7 @@ settings! {
 
         /// Sequences of a micro-batch.
         #[arg(value_name = "N")]
-        per_device_train_batch_size: usize = 8, Told;
+        per_device_train_batch_size: usize = 8, Logged;
         /// Tokens of an optimizer step, which the plan cuts into micro-batches.
         #[arg(value_name = "N")]
         tokens_per_step: usize => "none", Free;
@@ -412,34 +412,34 @@ settings! {
         seq_length: usize = 1024, Order;
         /// Peak learning rate.
         #[arg(value_name = "X", allow_hyphen_values = true)]
-        learning_rate: f64 = 5e-5, Told;
+        learning_rate: f64 = 5e-5, Logged;
         /// Shape of the learning rate over the steps.
-        lr_scheduler_type: LrScheduler = LrScheduler::Linear, Told;
+        lr_scheduler_type: LrScheduler = LrScheduler::Linear, Logged;
         /// Steps of linear warm-up.
         #[arg(value_name = "N")]
-        warmup_steps: u64 = 0, Told;
+        warmup_steps: u64 = 0, Logged;
         /// Fraction of all steps for warm-up, rounded up, if --warmup-steps is 0.
         #[arg(value_name = "X")]
         #[serde(deserialize_with = "some_scalar")]
-        warmup_ratio: f64 = 0.0, Told, unless "is_zero";
+        warmup_ratio: f64 = 0.0, Logged, unless "is_zero";
         /// Decoupled weight decay; norms and biases have none.
         #[arg(value_name = "X", allow_hyphen_values = true)]
-        weight_decay: f64 = 0.0, Told;
+        weight_decay: f64 = 0.0, Logged;
         /// Decay of Adam's first moment.
         #[arg(value_name = "X", allow_hyphen_values = true)]
-        adam_beta1: f64 = 0.9, Told;
+        adam_beta1: f64 = 0.9, Logged;
         /// Decay of Adam's second moment.
         #[arg(value_name = "X", allow_hyphen_values = true)]
-        adam_beta2: f64 = 0.999, Told;
+        adam_beta2: f64 = 0.999, Logged;
         /// Adam's epsilon.
         #[arg(value_name = "X", allow_hyphen_values = true)]
-        adam_epsilon: f64 = 1e-8, Told;
+        adam_epsilon: f64 = 1e-8, Logged;
         /// Gradient norm above which gradients are clipped; 0 disables clipping.
         #[arg(value_name = "X", allow_hyphen_values = true)]
-        max_grad_norm: f64 = 1.0, Told;
+        max_grad_norm: f64 = 1.0, Logged;
         /// Coefficient of the load-balancing loss of routers; 0 disables it.
         #[arg(value_name = "X", allow_hyphen_values = true)]
-        router_aux_loss_coef: f64 = 0.0, Told, unless "is_zero";
+        router_aux_loss_coef: f64 = 0.0, Logged, unless "is_zero";
         /// Seed of random weights and of the data order.
         #[arg(value_name = "N")]
         seed: u64 = 42, Order;

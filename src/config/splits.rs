@@ -22,12 +22,12 @@ impl Settings {
             return Err(Error::usage(format!("--tokens-per-step {tokens}: not a multiple of the sequence length, {seq_length}{on_each}")));
         }
         let sequences = tokens / seq_length / groups;
-        let said_batch = Some(self.per_device_train_batch_size).filter(|_| !self.is_batch_open);
-        let said_steps = self.gradient_accumulation_steps.or(said_batch.map(|batch| (sequences / batch).max(1)));
-        let steps = said_steps.map_or(1..=sequences.min(OPEN_MAX), |steps| steps..=steps);
+        let given_batch = Some(self.per_device_train_batch_size).filter(|_| !self.is_batch_open);
+        let given_steps = self.gradient_accumulation_steps.or(given_batch.map(|batch| (sequences / batch).max(1)));
+        let steps = given_steps.map_or(1..=sequences.min(OPEN_MAX), |steps| steps..=steps);
         let split = |steps: usize| {
             let batch = sequences / steps;
-            let is_exact = sequences.is_multiple_of(steps) && said_batch.is_none_or(|given| given == batch);
+            let is_exact = sequences.is_multiple_of(steps) && given_batch.is_none_or(|given| given == batch);
             let parts = steps * groups * self.sequence_ranks;
             let is_allowed = batch * seq_length <= MICRO_BATCH_TOKENS_MAX && parts.is_multiple_of(self.partial_sums());
             let split = || Self { per_device_train_batch_size: batch, gradient_accumulation_steps: Some(steps), ..self.clone() };

@@ -65,8 +65,8 @@ impl<'a> Preparation<'a> {
         (self.emit)(ProgressEvent::Warn(line.as_ref()));
     }
 
-    pub(super) fn progress(&mut self, what: &str, done: u64, all: u64) {
-        (self.emit)(ProgressEvent::Progress { what, done, all });
+    pub(super) fn progress(&mut self, activity: &str, done: u64, all: u64) {
+        (self.emit)(ProgressEvent::Progress { activity, done, all });
     }
 
     pub(super) fn stop(&self) -> &StopFlag {
@@ -74,7 +74,7 @@ impl<'a> Preparation<'a> {
     }
 
     /// `Interrupted` once somebody asked to stop.
-    pub(super) fn go_on(&self) -> Result<()> {
+    pub(super) fn check_stop(&self) -> Result<()> {
         if self.stop.is_set() { Err(interrupted()) } else { Ok(()) }
     }
 }

@@ -155,7 +155,7 @@ impl Dataset {
         for idx in 0..all {
             self.read_cut(idx as usize, &mut inputs, &mut targets)?;
             trained.extend(targets.iter().any(|target| *target >= 0).then_some(idx));
-            preparation.go_on()?;
+            preparation.check_stop()?;
         }
         trained.shrink_to_fit();
         match (files, trained.len()) {
@@ -230,8 +230,12 @@ impl Dataset {
         self.stream.read(start, inputs)?;
         shared.copy_from_slice(&inputs[1..]);
         self.stream.read(start + self.seq_length, last)?;
-        inputs.iter_mut().for_each(|token| *token &= i32::MAX);
-        targets.iter_mut().for_each(|target| *target = (*target).max(-1));
+        for token in inputs.iter_mut() {
+            *token &= i32::MAX;
+        }
+        for target in targets.iter_mut() {
+            *target = (*target).max(-1);
+        }
         Ok(())
     }
 }

@@ -39,7 +39,9 @@ impl Loader {
         }
         let count = u32::try_from(sequences).map_err(|_| Error::Unsupported(format!("{sequences} sequences in the data")))?;
         let mut order: Option<Vec<u32>> = shuffle.then(|| (0..count).collect());
-        order.iter_mut().for_each(|order| shuffle_epoch(order, seed, position.epoch));
+        if let Some(order) = &mut order {
+            shuffle_epoch(order, seed, position.epoch);
+        }
         Ok(Self { dataset, batch_size, seed, order, position })
     }
 
@@ -57,7 +59,9 @@ impl Loader {
     fn next_sequence(&mut self) -> usize {
         if self.position.next_sequence == self.dataset.sequences() as u64 {
             self.position = DataPosition { epoch: self.position.epoch + 1, next_sequence: 0 };
-            self.order.iter_mut().for_each(|order| shuffle_epoch(order, self.seed, self.position.epoch));
+            if let Some(order) = &mut self.order {
+                shuffle_epoch(order, self.seed, self.position.epoch);
+            }
         }
         let nth = self.position.next_sequence as usize;
         self.position.next_sequence += 1;
@@ -98,7 +102,9 @@ fn shuffle_epoch(order: &mut [u32], seed: u64, epoch: u64) {
     key[..8].copy_from_slice(&seed.to_le_bytes());
     key[8..16].copy_from_slice(&epoch.to_le_bytes());
     let mut rng = ChaCha8Rng::from_seed(key);
-    (0..).zip(order.iter_mut()).for_each(|(idx, place)| *place = idx);
+    for (idx, place) in (0..).zip(order.iter_mut()) {
+        *place = idx;
+    }
     for last in (1..order.len()).rev() {
         order.swap(last, below(&mut rng, last + 1));
     }

@@ -9,7 +9,7 @@ use super::prepared::checked_files::CheckedFiles;
 use super::prepared::folder::Prepared;
 use super::read::files;
 use crate::error::Result;
-use crate::units::Bytes;
+use crate::units::{Bytes, counted};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -53,10 +53,10 @@ impl fmt::Display for PreparedText {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self::Kept { folder, seconds, tokens, untrained, documents, skipped } = self else { return self.write_nothing_kept(f) };
         let word = if seconds.is_some() { "prepared" } else { "found" };
-        let share = 100.0 * (tokens - untrained) as f64 / (*tokens).max(1) as f64;
-        write!(f, "{word}  {tokens} tokens of {documents} documents, {share:.1} % trained")?;
+        let percent = 100.0 * (tokens - untrained) as f64 / (*tokens).max(1) as f64;
+        write!(f, "{word}  {} of {}, {percent:.1} % trained", counted(*tokens, "token"), counted(*documents, "document"))?;
         if *skipped > 0 {
-            write!(f, "; {skipped} records without a trained token left out")?;
+            write!(f, "; {} without a trained token left out", counted(*skipped, "record"))?;
         }
         if let Some(seconds) = seconds {
             write!(f, "\nspeed     {:.2} M tokens/s ({seconds:.1} s)", *tokens as f64 / seconds / 1e6)?;

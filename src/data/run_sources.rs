@@ -102,8 +102,8 @@ impl UnchangedSources {
             }
         }
         let known: BTreeSet<&PathBuf> = list.files.iter().map(|(path, _)| path).collect();
-        let there = |named| files::find_files(std::slice::from_ref(named)).unwrap_or_default();
-        let is_whole = list.named.iter().flat_map(there).all(|path| known.contains(&path));
+        let files_of = |named| files::find_files(std::slice::from_ref(named)).unwrap_or_default();
+        let is_whole = list.named.iter().flat_map(files_of).all(|path| known.contains(&path));
         is_whole.then_some(Self { list, missing })
     }
 
@@ -251,14 +251,14 @@ mod tests {
     fn changed_files_and_files_without_text_have_no_stand_in() {
         type Change = fn(&[PathBuf; 3]);
         let changes: [Change; 3] = [|_| {}, |files| fs::write(&files[0], "12345").unwrap(), |files| fs::remove_file(&files[1]).unwrap()];
-        let knows = changes.map(|change| {
+        let is_known = changes.map(|change| {
             let dir = tempfile::tempdir().unwrap();
             let files = kept(dir.path());
             fs::remove_file(&files[2]).unwrap();
             change(&files);
             KnownSources::load(dir.path()).find_files(&files).is_ok()
         });
-        assert_eq!(knows, [true, false, false]);
+        assert_eq!(is_known, [true, false, false]);
     }
 
     #[test]

@@ -13,6 +13,7 @@ use super::rows::row_table::RowRules;
 use crate::error::Result;
 use crate::error::printable;
 use crate::error::terminal::printable_lines;
+use crate::units::counted;
 use serde::Serialize;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -96,7 +97,7 @@ impl DataView {
     fn write_document(&self, f: &mut fmt::Formatter<'_>, document: &ShownDocument) -> fmt::Result {
         let ShownDocument { file, line, tokens, pieces } = document;
         let line = line.map_or(String::new(), |line| format!(", {} {line}", place_word(Path::new(file))));
-        let tokens = tokens.map_or("the beginning".into(), |tokens| format!("{tokens} tokens"));
+        let tokens = tokens.map_or("the beginning".into(), |tokens| counted(tokens, "token"));
         let legend = if self.in_colour { "in green".into() } else { format!("between {} and {}", MARKS[0], MARKS[1]) };
         writeln!(f, "--- {}{line}: {tokens}; trained text is {legend}", printable(file))?;
         let [begin, end] = if self.in_colour { COLOURS } else { MARKS };
@@ -112,17 +113,17 @@ impl fmt::Display for DataView {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.first.iter().try_for_each(|document| self.write_document(f, document))?;
         self.notes.iter().try_for_each(|note| writeln!(f, "note       {}", printable_lines(note)))?;
-        let share = 100.0 * self.trained_tokens as f64 / self.tokens.max(1) as f64;
+        let percent = 100.0 * self.trained_tokens as f64 / self.tokens.max(1) as f64;
         writeln!(f, "tokenizer  {}", printable(&self.tokenizer))?;
         write!(f, "documents  {}", self.documents)?;
         if self.held_out > 0 {
             write!(f, ", {} of them held out to evaluate on", self.held_out)?;
         }
         if self.skipped_records > 0 {
-            write!(f, "; {} records left out, which have no trained token", self.skipped_records)?;
+            write!(f, "; {} without a trained token left out", counted(self.skipped_records, "record"))?;
         }
-        writeln!(f, "\ntokens     {}, of which {} are trained ({share:.1} %)", self.tokens, self.trained_tokens)?;
-        writeln!(f, "rows       {} of {} tokens, --packing {}", self.sequences, self.seq_length, self.packing)?;
+        writeln!(f, "\ntokens     {}, of which {} are trained ({percent:.1} %)", self.tokens, self.trained_tokens)?;
+        writeln!(f, "rows       {} of {}, --packing {}", self.sequences, counted(self.seq_length, "token"), self.packing)?;
         write!(f, "lengths    {}", self.lengths)
     }
 }

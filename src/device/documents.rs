@@ -8,7 +8,7 @@ use super::AttentionShape;
 /// document of more than 1024 tokens at least two thirds.
 const UNIT: usize = 128;
 /// Tokens of a batch, unless one document has more: enough to fill a GPU, and small beside its other memory.
-const TOGETHER: usize = 4096;
+const BATCH_TOKENS: usize = 4096;
 
 /// A document of a micro-batch: its first token, counted over all rows, and its number of tokens. The layout is the one that the GPU's
 /// kernels read.
@@ -60,7 +60,7 @@ impl DocumentTable {
         for (place, document) in self.documents.iter().enumerate() {
             let length = padded_length(document.tokens as usize);
             match batches.last_mut() {
-                Some(batch) if batch.length == length && batch.documents.len() < together(length) => batch.documents.end += 1,
+                Some(batch) if batch.length == length && batch.documents.len() < documents_per_batch(length) => batch.documents.end += 1,
                 _ => batches.push(DocumentBatch { length, documents: place..place + 1 }),
             }
         }
@@ -77,13 +77,13 @@ fn padded_length(tokens: usize) -> usize {
 }
 
 /// Documents of a padded length that are computed together.
-fn together(length: usize) -> usize {
-    (TOGETHER / length).max(1)
+fn documents_per_batch(length: usize) -> usize {
+    (BATCH_TOKENS / length).max(1)
 }
 
 /// Shape of a batch of documents of a padded `length`, in layers of attention `shape`.
 pub(crate) fn batch_shape(shape: &AttentionShape, length: usize) -> AttentionShape {
-    AttentionShape { batch: together(length), seq_length: length, ..*shape }
+    AttentionShape { batch: documents_per_batch(length), seq_length: length, ..*shape }
 }
 
 /// Queries of a block of the backward pass for a batch of documents; `block` is the block size for rows. If a row is one block, so is a
@@ -101,7 +101,7 @@ pub(crate) fn batch_shapes(shape: &AttentionShape) -> impl Iterator<Item = Atten
 
 /// Maximum tokens of a batch, with padding.
 pub(crate) fn most_tokens(shape: &AttentionShape) -> usize {
-    TOGETHER.max(padded_length(shape.seq_length))
+    BATCH_TOKENS.max(padded_length(shape.seq_length))
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ pub(crate) mod cuda;
 mod documents;
 pub(crate) mod footprint;
 mod kernel;
-mod kernels;
+pub(crate) mod kernels;
 mod lease;
 pub(crate) mod sim;
 mod slice;
@@ -28,27 +28,7 @@ pub use crate::hardware::grouped_rates::ExpertProducts;
 pub use footprint::DeviceKind;
 pub use kernel::Kernel;
 pub(crate) use kernel::{Checked, Operand};
-pub use kernels::attention::{AttentionBackward, AttentionForward, AttentionShape};
-pub use kernels::cross_entropy::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats};
-pub use kernels::embed::{Embed, EmbedBackward, ScatterRows};
-pub use kernels::experts::{ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot};
-pub(crate) use kernels::grouped::EXPERTS_MAX;
-pub use kernels::grouped::{GroupedMatmul, GroupedShape, SegmentSums};
-pub use kernels::key_gradients::AddKeyGradients;
-pub use kernels::norm::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
-pub use kernels::pointwise::{Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, Swiglu, SwigluBackward};
-pub use kernels::product::{BiasBackward, Matmul, MatmulLayout, MatmulShape, ScaledMatmul};
-pub(crate) use kernels::product::{FP8_ALIGN_BYTES, ProductAlgorithm};
-#[cfg(feature = "cuda")]
-pub(crate) use kernels::quantize::largest_exponent;
-pub use kernels::quantize::{AbsMaxScale, Quantize, ScaleCell, WithScale};
-pub(crate) use kernels::quantize::{FP8_GRAIN, WritesMatrix, scale_of};
-pub use kernels::rope::{QkNorm, QkNormBackward, Rope};
-pub use kernels::route::{Combine, Dispatch, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments};
-pub use kernels::sinks::{Sinks, SinksBackward};
-pub(crate) use kernels::transfer::PARTS_MAX;
-pub use kernels::transfer::{Adam, Cast, GradNormPartials, Poke, SumSlices, Zero};
-pub use kernels::{Kernels, Launch};
+pub(crate) use kernels::*;
 pub(crate) use lease::{Lease, Sides};
 pub use slice::DeviceSlice;
 pub(crate) use slice::MatrixPart;
@@ -67,11 +47,8 @@ fn still_lent() -> Error {
     Error::resource("free device memory that other ranks map", "one of them still maps it")
 }
 
-/// Memory, streams, events and copies, without arithmetic.
-pub trait Device {
-    /// Description of this device for people: `cpu (AMD EPYC 9B45, 2 threads, avx512)`.
-    fn describe(&self) -> String;
-
+/// The libraries that a device computes with.
+pub trait DeviceLibraries {
     /// Versions that affect the bits of results besides this program: names and versions of GPU, driver and libraries. Empty if only this
     /// program computes.
     fn versions(&self) -> Vec<(&'static str, String)> {
@@ -82,6 +59,17 @@ pub trait Device {
     fn product_algorithms(&self) -> Vec<ProductAlgorithm> {
         Vec::new()
     }
+
+    /// Whether the device loads kernels, and chooses library algorithms, on their first use.
+    fn learns_by_doing(&self) -> bool {
+        false
+    }
+}
+
+/// Memory, streams, events and copies, without arithmetic.
+pub trait Device: DeviceLibraries {
+    /// Description of this device for people: `cpu (AMD EPYC 9B45, 2 threads, avx512)`.
+    fn describe(&self) -> String;
 
     /// Allocates zeroed device memory, aligned to 256 bytes. It lives until it is freed or the device is dropped. Only between steps.
     ///
@@ -155,11 +143,6 @@ pub trait Device {
     /// Errors of the device.
     fn set_documents(&mut self, _starts: &[i32], _seq_length: usize) -> Result<()> {
         Ok(())
-    }
-
-    /// Whether the device loads kernels, and chooses library algorithms, on their first use.
-    fn learns_by_doing(&self) -> bool {
-        false
     }
 
     /// Creates an event, which counts as done until it is first recorded.
@@ -251,7 +234,7 @@ pub(crate) trait Peers: Device {
     ///
     /// # Errors
     /// Errors of the device.
-    fn has_room(&mut self, _stream: Stream) -> Result<bool> {
+    fn has_capacity(&mut self, _stream: Stream) -> Result<bool> {
         Ok(true)
     }
 

@@ -100,8 +100,8 @@ impl Dir {
 
     /// Bytes that this user may still write to the file system; `None` if it reports none.
     pub(crate) fn free_bytes(&self) -> Result<Option<u64>> {
-        let room = fstatvfs(&self.file).map_err(|e| Error::io("read the free space of", &self.path, e.into()))?;
-        Ok((room.blocks() > 0).then(|| room.blocks_available() * room.fragment_size()))
+        let space = fstatvfs(&self.file).map_err(|e| Error::io("read the free space of", &self.path, e.into()))?;
+        Ok((space.blocks() > 0).then(|| space.blocks_available() * space.fragment_size()))
     }
 
     /// Opens the regular file `name` for reading; `None` if it does not exist.
@@ -175,9 +175,9 @@ impl Dir {
     /// Creates the link `name` to `target`, unless it already points there.
     #[cfg(feature = "hub")]
     pub(crate) fn link(&self, name: impl AsRef<Path>, target: &Path) -> Result<()> {
-        let is_there = nix::fcntl::readlinkat(&self.file, name.as_ref()).is_ok_and(|there| Path::new(&there) == target);
+        let exists = nix::fcntl::readlinkat(&self.file, name.as_ref()).is_ok_and(|there| Path::new(&there) == target);
         let link = || Ok(nix::unistd::symlinkat(target, &self.file, name.as_ref())?);
-        if is_there { Ok(()) } else { attempt("link", &self.join(&name), link) }
+        if exists { Ok(()) } else { attempt("link", &self.join(&name), link) }
     }
 
     /// Creates a file, writes `bytes` and syncs it.
@@ -244,8 +244,8 @@ impl Dir {
 
     /// Updates the path if the directory was moved. Returns the old path if it changed.
     pub(crate) fn follow(&mut self) -> Result<Option<PathBuf>> {
-        let ours = self.metadata()?;
-        let is_ours = |path: &Path| fs::metadata(path).is_ok_and(|there| (there.dev(), there.ino()) == (ours.dev(), ours.ino()));
+        let own = self.metadata()?;
+        let is_ours = |path: &Path| fs::metadata(path).is_ok_and(|there| (there.dev(), there.ino()) == (own.dev(), own.ino()));
         if is_ours(&self.path) {
             return Ok(None);
         }

@@ -49,7 +49,7 @@ impl ResultFile {
     pub(crate) fn in_dir(dir: Dir, name: OsString, kind: &'static ResultKind) -> Result<Self> {
         let result = Self { dir, name, kind };
         if !result.is_device()? {
-            result.refuse_what_is_not_ours()?;
+            result.refuse_foreign()?;
             let (file, beside) = result.dir.create_beside(&result.name).map_err(|e| result.wrong(e))?;
             drop(file);
             result.dir.remove(beside)?;
@@ -82,7 +82,7 @@ impl ResultFile {
         if self.is_device()? {
             return write_all(self.dir.open_at(&self.name, OFlag::O_WRONLY).map_err(io)?);
         }
-        self.refuse_what_is_not_ours()?;
+        self.refuse_foreign()?;
         let (file, beside) = self.dir.create_beside(&self.name).map_err(|e| self.wrong(e))?;
         let written = write_all(file.into_file()).and_then(|()| self.dir.rename(&beside, &self.name));
         // The write error is the one to report.
@@ -95,7 +95,7 @@ impl ResultFile {
     }
 
     /// Rejects a file of another kind. An empty file is accepted: earlier versions left one if they ended before writing their timeline.
-    fn refuse_what_is_not_ours(&self) -> Result<()> {
+    fn refuse_foreign(&self) -> Result<()> {
         let owned = OwnedName { pattern: "", kind: self.kind.name, mark: OwnMark::Head(self.kind.head) };
         if self.dir.kind(&self.name)?.is_none() || owned.is_own(&self.dir, &self.name)? {
             return Ok(());

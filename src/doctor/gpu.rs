@@ -39,11 +39,11 @@ impl SeveralGpus {
 
     /// One line for each rank of `--gpus all` on the machine of `topology`: GPU, memory node and CPUs.
     pub(super) fn ranks(&self, topology: &Topology) -> Vec<String> {
-        let homes = devices::homes(&self.gpus, topology);
+        let gpu_nodes = devices::gpu_nodes(&self.gpus, topology);
         let rank = |(rank, gpu): (usize, &GpuId)| {
-            let node = homes[rank].map_or("unknown memory node".into(), |node| format!("memory node {node}"));
-            let share = topology.cpu_slice(rank, &homes).and_then(|share| share.usable_cpus());
-            let cpus = share.map_or("shared with all".into(), |usable| usable.affinity.to_string());
+            let node = gpu_nodes[rank].map_or("unknown memory node".into(), |node| format!("memory node {node}"));
+            let cpu_slice = topology.cpu_slice(rank, &gpu_nodes).and_then(|cpu_slice| cpu_slice.usable_cpus());
+            let cpus = cpu_slice.map_or("shared with all".into(), |usable| usable.affinity.to_string());
             format!("{gpu}: {}, {node}, CPUs {cpus} of --gpus all", gpu.model)
         };
         self.gpus.iter().enumerate().map(rank).collect()

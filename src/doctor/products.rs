@@ -45,7 +45,9 @@ impl fmt::Display for ModelProducts {
     /// `llama-8b, 15 products: algorithm 66 for 12, 71 in 4 parts for 3; 1 suggestion passed over`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut counts = BTreeMap::new();
-        self.products.iter().for_each(|p| *counts.entry((p.algorithm, p.split_k.max(1))).or_insert(0) += 1);
+        for p in &self.products {
+            *counts.entry((p.algorithm, p.split_k.max(1))).or_insert(0) += 1;
+        }
         let parts = |split_k: i32| if split_k > 1 { format!(" in {split_k} parts") } else { String::new() };
         let uses: Vec<_> = counts.iter().map(|((id, split_k), count)| format!("{id}{} for {count}", parts(*split_k))).collect();
         write!(f, "{}, {} products: algorithm {}", self.model, self.products.len(), uses.join(", "))?;

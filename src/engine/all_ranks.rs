@@ -26,14 +26,14 @@ impl<D: Kernels> Engine<D> {
         }
         self.await_done()?;
         for other in 1..ranks {
-            let mut theirs = own;
-            self.exchange.amounts_of(other, &mut theirs.amounts().chain([&mut ended]));
+            let mut other_amounts = own;
+            self.exchange.amounts_of(other, &mut other_amounts.amounts().chain([&mut ended]));
             if ended != expected {
                 let cause =
                     format!("rank {other} differs from rank 0 in norm, verdict or loss scale, or exchanged slices in another order");
                 return Err(Error::resource("end a step", cause));
             }
-            all.add(other, &theirs);
+            all.add(other, &other_amounts);
             self.exchange.add_expert_rows(other, &mut self.expert_rows.rows);
         }
         all.expert_load = self.expert_rows.load();
@@ -63,8 +63,8 @@ impl StepReport {
         self.counts += other.counts;
         self.counters += other.counters;
         self.counters.adam_busy_ns = busy_ns;
-        let mut theirs = other.exposed;
-        self.exposed.each().zip(theirs.each()).for_each(|(most, theirs)| *most = (*most).max(*theirs));
+        let mut other_amounts = other.exposed;
+        self.exposed.each().zip(other_amounts.each()).for_each(|(most, other_amounts)| *most = (*most).max(*other_amounts));
         self.exposed_to_peers_ns[rank] = other.exposed.peer_ns;
     }
 
@@ -102,15 +102,15 @@ mod tests {
 
     #[test]
     fn amounts_are_added_and_the_longest_time_is_reported_with_its_rank() {
-        let (mut all, mut theirs) = (report(100), report(1000));
+        let (mut all, mut other_amounts) = (report(100), report(1000));
         assert_eq!(
-            theirs.amounts().count() + 1,
+            other_amounts.amounts().count() + 1,
             AMOUNTS,
             "the progress counters have a place for each amount and for the results of the step"
         );
-        theirs.exposed.cpu_ns = 7;
+        other_amounts.exposed.cpu_ns = 7;
         all.exposed_to_peers_ns[0] = all.exposed.peer_ns;
-        all.add(2, &theirs);
+        all.add(2, &other_amounts);
         let c = all.counts;
         assert_eq!([c.speculated, c.rolled_back, c.committed, c.clipped, c.skipped], [1100, 1102, 1104, 1106, 1108]);
         let c = all.counters;

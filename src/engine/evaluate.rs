@@ -1,8 +1,7 @@
 //! Evaluation: forward passes between steps. It writes nothing that training reads.
 
 use super::executor::Engine;
-use super::protocol::counters::Exposed;
-use super::ranks::exchange::Order;
+use super::protocol::order::Order;
 use super::step::Pass;
 use super::watch::driver_state::DriverActivity;
 use crate::data::rows::batch::Batches;
@@ -22,8 +21,8 @@ pub struct Evaluated {
 }
 
 impl<D: Kernels> Engine<D> {
-    /// Evaluates as many micro-batches as a step has, distributed to ranks and shares like those of a step. So the loss has the same bits
-    /// on any number of ranks, and equals the loss of a step with this data. Training is not affected.
+    /// Evaluates as many micro-batches as a step has, distributed to ranks and partial sums like those of a step. So the loss has the same
+    /// bits on any number of ranks, and equals the loss of a step with this data. Training is not affected.
     ///
     /// # Errors
     /// Errors of `batches`; `Resource` when a token, target, position or document is out of range; errors of the device; the failure that
@@ -49,8 +48,8 @@ impl<D: Kernels> Engine<D> {
         Ok(self.exchange.losses())
     }
 
-    /// Runs this rank's part of the first `micro_steps` micro-batches of an evaluation. Copies the logits that follow the tokens at `places` of
-    /// its first micro-batch to host memory.
+    /// Runs this rank's part of the first `micro_steps` micro-batches of an evaluation. Copies the logits that follow the tokens at
+    /// `places` of its first micro-batch to host memory.
     pub(super) fn run_evaluation(&mut self, targets: usize, micro_steps: usize, places: &[usize]) -> Result<()> {
         self.driver_state.set_activity(DriverActivity::Enqueuing, 0);
         let per_partial_sum = self.plan.micro_batches_per_partial_sum();
@@ -75,7 +74,7 @@ impl<D: Kernels> Engine<D> {
         self.exchange.publish_losses(self.report.losses(&self.host));
         // Idle time of an evaluation does not belong to a step.
         self.count_waits_of_streams();
-        self.exposed = Exposed::default();
+        self.idle.reset();
         self.driver_state.set_activity(DriverActivity::Else, 0);
         self.inject(FaultPhase::Evaluate)
     }

@@ -1,16 +1,21 @@
 //! The engine: the fields that it owns, its start and its end. One thread, the driver, runs it. Its work is in `step.rs`, `hops.rs`,
 //! `exposed.rs` and `state_io.rs`.
 
+use super::idle_times::IdleTimes;
 use super::memory::expert_rows::{ExpertLoad, ExpertRows};
 use super::memory::permanent::Memory;
 use super::memory::scratch::StepScratch;
 use super::memory::weight_flow::WeightFlow;
+use super::module_events::ModuleEvents;
 use super::pool::Pool;
 use super::protocol::coordinator::{Coordinator, Counts, Staging};
 use super::protocol::counters::{Counters, Exposed};
 use super::protocol::loss_scale::LossScale;
+use super::protocol::order::Order;
 use super::protocol::verdict::{SpeculationHistory, Verdict};
-use super::ranks::exchange::{Exchange, Order, OrderWords, SingleRank};
+use super::ranks::exchange::{Exchange, OrderWords, SingleRank};
+use super::reported_amounts::ReportedAmounts;
+use super::step_counters::StepCounters;
 use super::step_job::StepJob;
 use super::step_results::StepResults;
 use super::transfers::Transfers;
@@ -24,6 +29,7 @@ use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::model::Model;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
+use crate::optim::clip::ClipMemory;
 use crate::planner::plan::Plan;
 use crate::ranks::RANKS_MAX;
 use crate::trace::Recorder;
@@ -59,10 +65,6 @@ pub struct StepReport {
     pub expert_load: Option<ExpertLoad>,
 }
 
-/// Modules (a layer's forward or backward) that the driver enqueues ahead of the device. They hide the launch latency from the device. More
-/// of them would fill the launch queue and block the driver, which must keep the pool busy.
-pub(super) const MODULES_AHEAD: usize = 2;
-
 /// The training engine on one device, alone or as one of several ranks.
 pub struct Engine<D: Kernels> {
     pub(super) plan: Plan,
@@ -86,22 +88,17 @@ pub struct Engine<D: Kernels> {
     /// The bucket of the pool's job.
     pub(super) in_pool: Option<usize>,
     pub(super) compute_tail: EventId,
-    /// End events of the last modules that were enqueued.
-    pub(super) modules: [EventId; MODULES_AHEAD + 1],
-    pub(super) modules_enqueued: usize,
+    pub(super) modules: ModuleEvents,
     pub(super) bell: Arc<Doorbell>,
     pub(super) driver_state: Arc<DriverState>,
     pub(super) fault_injector: Option<FaultInjector>,
     pub(super) recorder: Recorder,
-    pub(super) optimizer_step: u64,
-    pub(super) train_step: u64,
-    pub(super) loss_scale: LossScale,
-    pub(super) reported: Counts,
-    pub(super) waited_ns: u64,
-    pub(super) waited_for_peers_ns: u64,
-    pub(super) exposed: Exposed,
+    pub(super) steps: StepCounters,
+    /// Values that the rule of clipping keeps.
+    pub(super) clip_memory: ClipMemory,
+    pub(super) idle: IdleTimes,
     pub(super) counters: Counters,
-    pub(super) counters_reported: Counters,
+    pub(super) reported: ReportedAmounts,
 }
 
 pub(super) fn staging(plan: &Plan) -> Staging {
@@ -150,20 +147,15 @@ impl<D: Kernels> Engine<D> {
             settlings_reported: None,
             in_pool: None,
             compute_tail: dev.event()?,
-            modules: [dev.event()?, dev.event()?, dev.event()?],
+            modules: ModuleEvents::new(&mut dev)?,
             fault_injector: FaultInjector::of(&plan, exchange.slices().rank()),
             exchange,
             recorder: Recorder::new("driver", plan.site.trace_spans),
-            loss_scale: LossScale::new(plan.recipe.numerics.dtype),
-            modules_enqueued: 0,
-            optimizer_step: 0,
-            train_step: 0,
-            reported: Counts::default(),
-            waited_ns: dev.waited_ns(),
-            waited_for_peers_ns: 0,
-            exposed: Exposed::default(),
+            steps: StepCounters::new(plan.recipe.numerics.dtype),
+            clip_memory: plan.clip().memory(),
+            idle: IdleTimes::new(dev.waited_ns()),
             counters: Counters::default(),
-            counters_reported: Counters::default(),
+            reported: ReportedAmounts::default(),
             driver_state: Arc::new(DriverState::new(plan.placement.layout.count(), bell.clone(), pool.heartbeats())),
             plan,
             dev,
@@ -219,22 +211,27 @@ impl<D: Kernels> Engine<D> {
 
     /// Completed optimizer steps; skipped steps do not count.
     pub fn optimizer_step(&self) -> u64 {
-        self.optimizer_step
+        self.steps.optimizer()
     }
 
     /// Completed training steps; skipped steps count, because their data is used up.
     pub fn train_step(&self) -> u64 {
-        self.train_step
+        self.steps.train()
     }
 
     /// State of dynamic loss scaling.
     pub(crate) fn loss_scale(&self) -> LossScale {
-        self.loss_scale
+        self.steps.loss_scale()
     }
 
     /// The last verdicts.
     pub(crate) fn history(&self) -> SpeculationHistory {
         self.coordinator.history()
+    }
+
+    /// Values that the rule of clipping keeps.
+    pub(crate) fn clip_memory(&self) -> &ClipMemory {
+        &self.clip_memory
     }
 
     /// Host memory mapped by the engine.
@@ -269,13 +266,37 @@ impl<D: Kernels> Engine<D> {
     ///
     /// # Errors
     /// The failure that ended another rank.
-    pub fn resume(&mut self, train_step: u64, optimizer_step: u64, loss_scale: LossScale, history: SpeculationHistory) -> Result<()> {
-        let words =
-            [train_step, optimizer_step, u64::from(loss_scale.scale().to_bits()), u64::from(loss_scale.good_steps()), history.bits(), 0];
-        self.lead(Order::Resume, words)?;
-        (self.train_step, self.optimizer_step, self.loss_scale) = (train_step, optimizer_step, loss_scale);
-        self.coordinator.set_history(history);
+    pub fn resume(
+        &mut self,
+        train_step: u64,
+        optimizer_step: u64,
+        loss_scale: LossScale,
+        history: SpeculationHistory,
+        clip_memory: ClipMemory,
+    ) -> Result<()> {
+        let values = clip_memory.values();
+        let (scale, good_steps) = (u64::from(loss_scale.scale().to_bits()), u64::from(loss_scale.good_steps()));
+        if !values.is_empty() {
+            self.await_done()?;
+            self.exchange.post(0, values);
+        }
+        self.lead(Order::Resume, [train_step, optimizer_step, scale, good_steps, history.bits(), values.len() as u64])?;
+        self.resume_own(train_step, optimizer_step, loss_scale, history, clip_memory);
         Ok(())
+    }
+
+    /// Like [`Engine::resume`], for this rank only.
+    pub(super) fn resume_own(
+        &mut self,
+        train_step: u64,
+        optimizer_step: u64,
+        loss_scale: LossScale,
+        history: SpeculationHistory,
+        clip_memory: ClipMemory,
+    ) {
+        self.steps.resume(train_step, optimizer_step, loss_scale);
+        self.clip_memory = clip_memory;
+        self.coordinator.set_history(history);
     }
 
     /// Ends all threads and returns the tracks of the timeline of all ranks. With several ranks, track names contain the rank.

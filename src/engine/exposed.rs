@@ -1,6 +1,7 @@
 //! Waits for the inputs of the next computation, and measures the idle time of the device meanwhile.
 
 use super::executor::Engine;
+use super::idle_times::IdleCause;
 use super::watch::driver_state::DriverActivity;
 use crate::device::{Kernels, Stream};
 use crate::error::Result;
@@ -62,25 +63,18 @@ impl<D: Kernels> Engine<D> {
         }
         let now = self.dev.now_ns();
         let since = idle_since.replace(now).unwrap_or(now);
-        let (exposed, until) = match activity {
-            DriverActivity::Params | DriverActivity::Gradient if self.coordinator.waits_for_link(bucket) => {
-                (&mut self.exposed.transfer_ns, now)
-            }
-            DriverActivity::Params | DriverActivity::Gradient => (&mut self.exposed.cpu_ns, now),
-            _ => (&mut self.exposed.peer_ns, Some(self.exchange.published_ns()).filter(|at| (since..now).contains(at)).unwrap_or(now)),
+        let (cause, until) = match activity {
+            DriverActivity::Params | DriverActivity::Gradient if self.coordinator.waits_for_link(bucket) => (IdleCause::Transfer, now),
+            DriverActivity::Params | DriverActivity::Gradient => (IdleCause::Cpu, now),
+            _ => (IdleCause::Peers, Some(self.exchange.published_ns()).filter(|at| (since..now).contains(at)).unwrap_or(now)),
         };
-        *exposed += until - since;
+        self.idle.add(cause, until - since);
         Ok(())
     }
 
     /// Adds the time that streams waited since the last call, for the device's own streams and for peers.
     pub(super) fn count_waits_of_streams(&mut self) {
-        let (waited, for_peers) = (self.dev.waited_ns(), self.exchange.waited_ns(&self.dev));
-        let [all, peers] = [waited - self.waited_ns, for_peers - self.waited_for_peers_ns];
-        // The two times are rounded down to nanoseconds separately.
-        self.exposed.transfer_ns += all.saturating_sub(peers);
-        self.exposed.peer_ns += peers;
-        (self.waited_ns, self.waited_for_peers_ns) = (waited, for_peers);
+        self.idle.count_waits(self.dev.waited_ns(), self.exchange.waited_ns(&self.dev));
     }
 
     /// Records a span of the driver from `start_ns` until now.

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::executor::Engine;
-use super::protocol::coordinator::{Command, Event, Load, Update, Work};
+use super::protocol::coordinator::{Command, Event, Load, Work};
 use super::protocol::route::Hop;
 use super::step_job::StepJob;
 use super::watch::driver_state::DriverActivity;
@@ -16,6 +16,7 @@ use crate::host::pinned::PinnedSlice;
 use crate::host::pool::Job;
 use crate::memory::MemorySpace;
 use crate::optim::adam::{AdamConsts, AdamHyper};
+use crate::optim::optimizer::{Optimizer, Update};
 use std::ops::Range;
 
 impl<D: Kernels> Engine<D> {
@@ -35,7 +36,7 @@ impl<D: Kernels> Engine<D> {
                 self.driver_state.set_activity(before.0, before.1);
                 return Ok(());
             }
-            if self.go_on()? || progressed {
+            if self.advance_one()? || progressed {
                 self.exchange.pass()?;
             } else if self.fault_injector.as_ref().is_some_and(FaultInjector::decides) {
                 self.exchange.pass_idle()?;
@@ -47,11 +48,11 @@ impl<D: Kernels> Engine<D> {
 
     /// Runs the injected fault of this phase, if a test has one.
     pub(super) fn inject(&self, phase: FaultPhase) -> Result<()> {
-        self.fault_injector.as_ref().map_or(Ok(()), |injector| injector.inject(phase, self.train_step + 1))
+        if let Some(injector) = &self.fault_injector { injector.inject(phase, self.steps.current()) } else { Ok(()) }
     }
 
     /// Lets a device and a pool without threads do one operation. Returns false if they have threads, or nothing to do.
-    fn go_on(&mut self) -> Result<bool> {
+    fn advance_one(&mut self) -> Result<bool> {
         if self.fault_injector.as_mut().is_some_and(FaultInjector::pool_is_first) && self.pool.advance() {
             return Ok(true);
         }
@@ -76,7 +77,7 @@ impl<D: Kernels> Engine<D> {
             self.inject(FaultPhase::Sum)?;
             self.bucket_ready(bucket)?;
         }
-        self.report.poll(&mut self.dev, &self.host, &mut *self.exchange, self.train_step + 1)?;
+        self.report.poll(&mut self.dev, &self.host, &mut *self.exchange, self.steps.current())?;
         while let Some(bucket) = self.in_pool
             && self.pool.is_idle()?
         {
@@ -102,7 +103,7 @@ impl<D: Kernels> Engine<D> {
     }
 
     pub(super) fn notify(&mut self, event: Event) -> Result<()> {
-        self.driver_state.event(event, self.train_step + 1);
+        self.driver_state.event(event, self.steps.current());
         self.coordinator.handle(event);
         self.run_commands()
     }
@@ -131,7 +132,7 @@ impl<D: Kernels> Engine<D> {
             (Hop::Optimize, None, Load::Job(work, params)) => self.give_to_pool(bucket, (local, flat.start), work, params),
             (Hop::ParamsIn, _, Load::Slot(_)) if self.plan.streams_from_host() && self.beside_flow(&flat).is_empty() => {
                 let done = Event::Done { hop, bucket };
-                self.driver_state.event(done, self.train_step + 1);
+                self.driver_state.event(done, self.steps.current());
                 self.coordinator.handle(done);
                 return Ok(());
             }
@@ -218,19 +219,23 @@ impl<D: Kernels> Engine<D> {
     }
 
     fn step_on_device(&mut self, flat: &Range<usize>, local: &Range<usize>, update: Update) -> Result<()> {
-        let hyper = AdamHyper { lr: update.learning_rate, ..self.plan.recipe.optimizer };
         let segments = self.scratch.step.segments.clone();
         for segment in segments.iter() {
             let part = segment.range.start.max(local.start)..segment.range.end.min(local.end);
             if part.is_empty() {
                 continue;
             }
-            let state = self.memory.states.on_device(&part);
-            let consts = AdamConsts::new(&hyper, update.optimizer_step, segment.decay);
-            let there = flat.start + part.start - local.start..flat.start + part.end - local.start;
-            let (grads, out) = (self.grads(&there, part.start), self.weights(&there, part.start));
-            let first = there.start;
-            self.dev.launch(Adam { first, params: state.params, m: state.m, v: state.v, grads, out, consts, scale: update.scale })?;
+            let arrays = self.memory.states.on_device(&part).arrays;
+            let own_flat = flat.start + part.start - local.start..flat.start + part.end - local.start;
+            let (grads, out) = (self.grads(&own_flat, part.start), self.weights(&own_flat, part.start));
+            match self.plan.optimizer() {
+                Optimizer::AdamW { hyper, .. } => {
+                    let hyper = AdamHyper { lr: update.learning_rate, ..hyper };
+                    let consts = AdamConsts::new(&hyper, update.optimizer_step, segment.decay);
+                    let [params, m, v] = arrays.into_array();
+                    self.dev.launch(Adam { first: own_flat.start, params, m, v, grads, out, consts, scale: update.scale })?;
+                }
+            }
         }
         Ok(())
     }
@@ -238,9 +243,12 @@ impl<D: Kernels> Engine<D> {
     /// Moves a bucket's state between host and device; returns its bytes. All moves of a step are enqueued at once, so that they overlap
     /// with the steps of other buckets.
     fn page(&mut self, stream: Stream, range: &Range<usize>, space: MemorySpace) -> Result<u64> {
-        let arrays = self.memory.states.on_device(range).arrays();
-        arrays.into_iter().try_for_each(|memory| self.dev.prefetch(stream, memory, space))?;
-        Ok(arrays.map(|memory| memory.bytes() as u64).iter().sum())
+        let mut bytes = 0;
+        for memory in self.memory.states.on_device(range).arrays {
+            self.dev.prefetch(stream, memory, space)?;
+            bytes += memory.bytes() as u64;
+        }
+        Ok(bytes)
     }
 
     /// The step's gradient of `range`, which begins at `local` in the local order.

@@ -111,7 +111,9 @@ impl LateRows {
 /// Sets the bit of each row that `tokens` use, and clears all others.
 fn mark(tokens: &[i32], used: &mut [u64]) {
     used.fill(0);
-    tokens.iter().for_each(|token| used[*token as usize / 64] |= 1 << (token % 64));
+    for token in tokens {
+        used[*token as usize / 64] |= 1 << (token % 64);
+    }
 }
 
 /// Writes the numbers of marked rows in ascending order and returns their count.

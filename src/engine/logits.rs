@@ -1,7 +1,7 @@
 //! The logits that follow tokens of a micro-batch, for whoever writes text: forward passes of an evaluation, and rows of the output matrix.
 
 use super::executor::Engine;
-use super::ranks::exchange::Order;
+use super::protocol::order::Order;
 use crate::data::rows::batch::Batches;
 use crate::device::{Kernels, Stream};
 use crate::dtype::Dtype;
@@ -9,14 +9,14 @@ use crate::error::Result;
 use half::{bf16, f16};
 
 impl<D: Kernels> Engine<D> {
-    /// The logits that follow the tokens at `places` of this rank's first micro-batch, one vocabulary after another, into `out`. The micro-batch
-    /// has at least one target that counts. Training goes on as if nothing had been.
+    /// The logits that follow the tokens at `places` of this rank's first micro-batch, one vocabulary after another, into `out`. The
+    /// micro-batch has at least one target that counts. Training goes on as if nothing had been.
     ///
     /// # Errors
     /// As [`Engine::evaluate`].
     pub(crate) fn next_logits(&mut self, batches: &mut impl Batches, places: &[usize], out: &mut Vec<f32>) -> Result<()> {
         let targets = self.read_micro_batches(batches)?;
-        self.make_room(places.len())?;
+        self.reserve(places.len())?;
         self.lead(Order::Evaluate, [targets as u64, 1, 0, 0, 0, 0])?;
         let evaluated = self.run_evaluation(targets, 1, places);
         self.named(evaluated)?;
@@ -27,12 +27,12 @@ impl<D: Kernels> Engine<D> {
 
     /// Enqueues the copies of the logits at `places`, once the head's forward pass is.
     pub(super) fn send_logits(&mut self, places: &[usize]) -> Result<()> {
-        let Some(room) = self.logits.filter(|_| !places.is_empty()) else { return Ok(()) };
+        let Some(memory) = self.logits.filter(|_| !places.is_empty()) else { return Ok(()) };
         let row_bytes = self.logits_bytes();
         for (row, place) in places.iter().enumerate() {
             self.model.logits_at(&mut self.dev, *place, |dev, logits, first| {
                 let start = row * row_bytes + first * logits.dtype().bytes();
-                dev.copy_d2h(Stream::Compute, logits, room.slice(start, logits.bytes()))
+                dev.copy_d2h(Stream::Compute, logits, memory.slice(start, logits.bytes()))
             })?;
         }
         Ok(())
@@ -43,19 +43,19 @@ impl<D: Kernels> Engine<D> {
         self.model.shape.vocab * self.model.activations.logits.dtype().bytes()
     }
 
-    fn make_room(&mut self, rows: usize) -> Result<()> {
+    fn reserve(&mut self, rows: usize) -> Result<()> {
         let bytes = rows * self.logits_bytes();
-        if self.logits.is_none_or(|room| room.bytes() < bytes) {
-            let room = self.host.alloc("logits", bytes)?;
-            self.dev.pin(room)?;
-            self.logits = Some(room);
+        if self.logits.is_none_or(|memory| memory.bytes() < bytes) {
+            let memory = self.host.alloc("logits", bytes)?;
+            self.dev.pin(memory)?;
+            self.logits = Some(memory);
         }
         Ok(())
     }
 
     fn read_logits(&self, rows: usize, out: &mut Vec<f32>) {
-        let Some(room) = self.logits else { return };
-        let memory = room.slice(0, rows * self.logits_bytes());
+        let Some(memory) = self.logits else { return };
+        let memory = memory.slice(0, rows * self.logits_bytes());
         out.clear();
         match self.model.activations.logits.dtype() {
             Dtype::Bfloat16 => out.extend(self.host.lend::<bf16>(memory).iter().map(|x| x.to_f32())),
@@ -63,7 +63,9 @@ impl<D: Kernels> Engine<D> {
             _ => out.extend(self.host.lend::<f32>(memory)),
         }
         if let Some(cap) = self.model.shape.logit_softcap {
-            out.iter_mut().for_each(|x| *x = cap * libm::tanhf(*x / cap));
+            for x in out {
+                *x = cap * libm::tanhf(*x / cap);
+            }
         }
     }
 }

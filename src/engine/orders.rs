@@ -3,9 +3,10 @@
 use super::executor::{Engine, StepData};
 use super::pool::Pool;
 use super::protocol::loss_scale::LossScale;
+use super::protocol::order::Order;
 use super::protocol::route::Hop;
 use super::protocol::verdict::SpeculationHistory;
-use super::ranks::exchange::{Exchange, Order, OrderWords};
+use super::ranks::exchange::{Exchange, OrderWords};
 use super::ranks::peer_exchange::{PeerExchange, PeerTransport};
 use super::ranks::rendezvous::{RankMemory, Rendezvous};
 use super::step_job::StepJob;
@@ -15,7 +16,8 @@ use crate::device::{EventId, Kernels, Peers, Sides};
 use crate::error::{Error, Result};
 use crate::faults::FaultPhase;
 use crate::model::shape::ModelShape;
-use crate::optim::StatePart;
+use crate::optim::clip::ClipMemory;
+use crate::optim::state_array::{StateArrays, StatePart};
 use crate::planner::plan::Plan;
 use crate::ranks::progress::ProgressCounters;
 use crate::ranks::{NcclUniqueId, RankContext};
@@ -75,7 +77,9 @@ impl<D: Kernels + Peers> Engine<D> {
         let mut engine = Self::assemble(plan, shape, dev, pool, bell.clone(), exchange)?;
         engine.inject(FaultPhase::Start)?;
         engine.introduce();
-        (0..context.progress.ranks()).for_each(|rank| context.progress.bell(rank).ring());
+        for rank in 0..context.progress.ranks() {
+            context.progress.bell(rank).ring();
+        }
         bell.wait_until(|| rendezvous.is_full() || context.progress.has_failed());
         context.check()?;
         engine.exchange.exchange_handles(&mut engine.dev)?;
@@ -138,12 +142,14 @@ impl<D: Kernels + Peers> Engine<D> {
         for seen in 0.. {
             let (order, words) = self.exchange.next_order(&mut self.dev, seen)?;
             if matches!(order, Order::Step | Order::Evaluate) {
-                settle_down.take().map_or(Ok(()), |settle_down| settle_down())?;
+                if let Some(settle_down) = settle_down.take() {
+                    settle_down()?;
+                }
             }
             match order {
                 Order::Save => {
                     let crc32c = save(self, [words[0], words[1]])?;
-                    self.tell_checksums(&crc32c)?;
+                    self.publish_checksums(&crc32c)?;
                 }
                 _ => self.obey_order(order, words)?,
             }
@@ -178,7 +184,9 @@ impl<D: Kernels + Peers> Engine<D> {
             Order::Resume => {
                 let mut loss_scale = LossScale::new(self.plan.recipe.numerics.dtype);
                 loss_scale.restore(f32::from_bits(words[2] as u32), words[3]);
-                self.resume(words[0], words[1], loss_scale, SpeculationHistory::of(words[4]))
+                let clip_memory = self.sent_clip_memory(words[5])?;
+                self.resume_own(words[0], words[1], loss_scale, SpeculationHistory::of(words[4]), clip_memory);
+                Ok(())
             }
             Order::Write => {
                 let (part, flat) = self.piece_of(words)?;
@@ -207,7 +215,22 @@ impl<D: Kernels + Peers> Engine<D> {
     /// # Errors
     /// As [`piece_of`].
     fn piece_of(&self, words: OrderWords) -> Result<(StatePart, Range<usize>)> {
-        piece_of(words, self.exchange.slices().layout().flat_elems(), self.exchange.mail_words())
+        piece_of(words, self.plan.optimizer().arrays(), self.exchange.slices().layout().flat_elems(), self.exchange.mail_words())
+    }
+
+    /// The `count` values in the mail buffer that the rule of clipping keeps.
+    ///
+    /// # Errors
+    /// `Resource` if the rule of this rank keeps another number of values.
+    fn sent_clip_memory(&self, count: u64) -> Result<ClipMemory> {
+        let kept = self.clip_memory.values().len();
+        if count != kept as u64 {
+            let cause = format!("it has {count} values of the rule of clipping, and the rule keeps {kept} here");
+            return Err(Error::resource("follow process 0", cause));
+        }
+        let mut values = vec![0.0; kept];
+        self.exchange.mail(0, &mut values);
+        Ok(ClipMemory::of(values))
     }
 
     /// Receives the micro-batches that rank 0 has sent to this rank.
@@ -223,24 +246,25 @@ impl<D: Kernels + Peers> Engine<D> {
 ///
 /// # Errors
 /// `Resource` when the part or the range does not exist, or the mail buffer is too small.
-fn piece_of([part, start, elems, ..]: OrderWords, all: usize, mail_words: usize) -> Result<(StatePart, Range<usize>)> {
+fn piece_of([part, start, elems, ..]: OrderWords, arrays: StateArrays, all: usize, mail_words: usize) -> Result<(StatePart, Range<usize>)> {
     let end = start.checked_add(elems).filter(|end| *end <= all as u64 && elems <= mail_words as u64);
-    let known = usize::try_from(part).ok().and_then(|part| StatePart::ALL.get(part).copied());
     let wrong =
         || Error::resource("follow process 0", format!("there is no part {part} of the state with {elems} elements from {start} on"));
-    known.zip(end).map(|(part, end)| (part, start as usize..end as usize)).ok_or_else(wrong)
+    arrays.part(part).zip(end).map(|(part, end)| (part, start as usize..end as usize)).ok_or_else(wrong)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::optim::moments::Moments;
 
     /// Orders arrive over the network, so invalid numbers must not cause a panic or an allocation.
     #[test]
     fn an_order_for_a_missing_range_is_an_error() {
-        let of = |part, start, elems| piece_of([part, start, elems, 0, 0, 0], 100, 40).map_err(|e| e.to_string());
-        assert_eq!(of(1, 60, 40), Ok((StatePart::ALL[1], 60..100)));
-        let none = StatePart::ALL.len() as u64;
+        let arrays = Moments::Float32.arrays();
+        let of = |part, start, elems| piece_of([part, start, elems, 0, 0, 0], arrays, 100, 40).map_err(|e| e.to_string());
+        assert_eq!(of(1, 60, 40), Ok((StatePart::M, 60..100)));
+        let none = arrays.parts().len() as u64;
         for (part, start, elems) in
             [(none, 0, 1), (u64::MAX, 0, 1), (0, 61, 40), (0, 0, 41), (0, u64::MAX, 1), (0, 1, u64::MAX), (0, 1 << 63, 1 << 63)]
         {

@@ -15,17 +15,17 @@ impl<D: Kernels> PassRunner for Engine<D> {
         &mut self.dev
     }
 
-    fn hand_over(&mut self, what: Handover, layer: usize) -> Result<()> {
+    fn hand_over(&mut self, handover: Handover, layer: usize) -> Result<()> {
         if !self.model.shares_sequences() {
             return Ok(());
         }
         self.inject(FaultPhase::HandOver)?;
-        if what.is_new() {
+        if handover.is_new() {
             self.exchange.hand_over(&mut self.dev)?;
             self.wait_for_peers(DriverActivity::HandOver, self.plan.recipe.step.sequence_ranks, |engine| {
                 Ok(engine.exchange.is_handed_over())
             })?;
         }
-        self.exchange.take_over(&mut self.dev, &self.model, (what, layer))
+        self.exchange.take_over(&mut self.dev, &self.model, (handover, layer))
     }
 }

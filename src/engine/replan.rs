@@ -4,8 +4,8 @@
 
 use super::executor::{Engine, staging};
 use super::memory::scratch::StepScratch;
-use super::protocol::counters::Exposed;
-use super::ranks::exchange::{Order, OrderWords};
+use super::protocol::order::Order;
+use super::ranks::exchange::OrderWords;
 use super::ranks::rendezvous::RankMemory;
 use super::watch::driver_state::DriverActivity;
 use crate::device::Kernels;
@@ -33,7 +33,7 @@ impl<D: Kernels> Engine<D> {
         let moved = self.change_placement(plan);
         let kept = self.named(moved)?;
         self.send_weights()?;
-        self.driver_span("replan", self.train_step as u32, start);
+        self.driver_span("replan", self.steps.train() as u32, start);
         self.exclude_replan_from_report();
         Ok(kept)
     }
@@ -60,9 +60,9 @@ impl<D: Kernels> Engine<D> {
     /// Excludes the bytes and times of the change from the next step's report.
     fn exclude_replan_from_report(&mut self) {
         self.counters.adam_busy_ns = self.pool.busy_ns();
-        self.counters_reported = self.counters;
+        self.reported.exclude(self.counters);
         self.count_waits_of_streams();
-        self.exposed = Exposed::default();
+        self.idle.reset();
     }
 
     /// Moves memory to the placement of `plan`, from any state of allocation. After an error the scratch memory is missing.

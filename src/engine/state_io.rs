@@ -1,8 +1,9 @@
 //! Reads and writes state and weights from outside, between steps.
 
 use super::executor::Engine;
+use super::protocol::order::Order;
 use super::protocol::route::Hop;
-use super::ranks::exchange::{Order, OrderWords};
+use super::ranks::exchange::OrderWords;
 use super::step::Pass;
 use super::watch::driver_state::DriverActivity;
 use crate::bucket::slices::Slices;
@@ -13,8 +14,8 @@ use crate::error::{Error, Result};
 use crate::faults::FaultPhase;
 use crate::model::tensors::Module;
 use crate::optim::CHUNK_BYTES;
-use crate::optim::StatePart;
 use crate::optim::moments::{Rounding, rounding_key};
+use crate::optim::state_array::StatePart;
 use std::ops::Range;
 
 impl<D: Kernels> Engine<D> {
@@ -33,7 +34,7 @@ impl<D: Kernels> Engine<D> {
         self.named(made)
     }
 
-    /// Sets parameters or moments from element `start` of the flat order on. Moments are rounded to the plan's format as in the engine's
+    /// Sets values of an array from element `start` of the flat order on. They are rounded to the array's format as in the engine's
     /// last step: call [`Engine::resume`] before, and [`Engine::send_weights`] after the last call.
     ///
     /// # Panics
@@ -43,7 +44,7 @@ impl<D: Kernels> Engine<D> {
         for (at, piece) in (start..).step_by(piece_elems).zip(source.chunks(piece_elems)) {
             self.await_done()?;
             self.exchange.post(0, piece);
-            self.lead(Order::Write, [part as u64, at as u64, piece.len() as u64, 0, 0, 0])?;
+            self.lead(Order::Write, [part.index() as u64, at as u64, piece.len() as u64, 0, 0, 0])?;
             let written = self.write_own(part, at, piece);
             self.named(written)?;
         }
@@ -56,7 +57,7 @@ impl<D: Kernels> Engine<D> {
         self.expect_no_job();
         let own: &Slices = self.exchange.slices();
         let mut parts = own.owned(start..start + source.len());
-        let key = rounding_key(self.optimizer_step);
+        let key = rounding_key(self.steps.optimizer());
         parts.try_for_each(|(flat, local)| {
             self.memory.states.write(
                 (&mut self.dev, &mut self.host),
@@ -69,14 +70,14 @@ impl<D: Kernels> Engine<D> {
         })
     }
 
-    /// Reads parameters or moments from element `start` of the flat order on. Call [`Engine::flush`] first.
+    /// Reads values of an array from element `start` of the flat order on. Call [`Engine::flush`] first.
     ///
     /// # Panics
     /// If the range exceeds the flat order, or an update is pending: see [`Engine::flush`].
     pub fn read_state(&mut self, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
         let piece_elems = self.exchange.mail_words().min(out.len()).max(1);
         for (at, piece) in (start..).step_by(piece_elems).zip(out.chunks_mut(piece_elems)) {
-            self.lead(Order::Read, [part as u64, at as u64, piece.len() as u64, 0, 0, 0])?;
+            self.lead(Order::Read, [part.index() as u64, at as u64, piece.len() as u64, 0, 0, 0])?;
             self.await_done()?;
             self.exchange.mail(0, piece);
             let read = self.read_own(part, at, piece);
@@ -107,7 +108,7 @@ impl<D: Kernels> Engine<D> {
         self.exchange.slices()
     }
 
-    /// Reads parameters or moments of this rank's slices in the local order, from element `start` on.
+    /// Reads values of an array of this rank's slices in the local order, from element `start` on.
     ///
     /// # Panics
     /// As [`Engine::read_state`].
@@ -136,7 +137,7 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Writes the checksums of this rank's saved slices into the mail buffer, for rank 0.
-    pub(super) fn tell_checksums(&self, crc32c: &[u32]) -> Result<()> {
+    pub(super) fn publish_checksums(&self, crc32c: &[u32]) -> Result<()> {
         let place = self.checksums_of(self.exchange.slices().rank());
         if crc32c.len() != place.len() || place.end > self.exchange.mail_words() {
             return Err(Error::resource("report the checksums of a checkpoint", format!("{} do not fit", crc32c.len())));
@@ -150,8 +151,8 @@ impl<D: Kernels> Engine<D> {
     fn checksums_of(&self, rank: usize) -> Range<usize> {
         let own = self.exchange.slices();
         let chunks = |rank| {
-            let theirs = Slices::new(own.layout().clone(), rank, own.ranks());
-            (theirs.elems() * self.plan.recipe.numerics.moments.state_bytes()).div_ceil(CHUNK_BYTES)
+            let peer_slices = Slices::new(own.layout().clone(), rank, own.ranks());
+            self.plan.optimizer().arrays().bytes(peer_slices.elems()).div_ceil(CHUNK_BYTES)
         };
         let start = (0..rank).map(chunks).sum();
         start..start + chunks(rank)
@@ -172,7 +173,7 @@ impl<D: Kernels> Engine<D> {
     fn send_own_weights(&mut self) -> Result<()> {
         for state in &self.memory.states.device {
             for (flat, local) in self.exchange.slices().pieces(state.local.clone()) {
-                let (src, dst) = (state.params.slice(local - state.local.start, flat.len()), self.weights(&flat, local));
+                let (src, dst) = (state.arrays[StatePart::PARAMS].slice(local - state.local.start, flat.len()), self.weights(&flat, local));
                 self.dev.launch(Cast { stream: Stream::Compute, src, dst })?;
             }
         }
@@ -227,7 +228,9 @@ impl<D: Kernels> Engine<D> {
         let mut values = vec![0.0; elems];
         self.memory.bounce_buffer.download((&mut self.dev, &mut self.host), wide, bytemuck::cast_slice_mut(&mut values))?;
         if let Some(cap) = self.model.shape.logit_softcap {
-            values.iter_mut().for_each(|x| *x = cap * libm::tanhf(*x / cap));
+            for x in &mut values {
+                *x = cap * libm::tanhf(*x / cap);
+            }
         }
         Ok(values)
     }

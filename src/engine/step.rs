@@ -1,11 +1,13 @@
 //! One step: forward and backward of every micro-batch, the verdict, and the updates that it allows.
 
 use super::executor::{Engine, StepData, StepReport};
-use super::protocol::coordinator::{Counts, Event, Update};
-use super::protocol::counters::{Counters, Exposed};
+use super::idle_times::IdleCause;
+use super::protocol::coordinator::{Counts, Event};
+use super::protocol::counters::Counters;
+use super::protocol::order::Order;
 use super::protocol::route::Hop;
 use super::protocol::verdict::Verdict;
-use super::ranks::exchange::{Exchange, Order};
+use super::ranks::exchange::Exchange;
 use super::watch::driver_state::{DriverActivity, DriverEvent};
 use crate::data::rows::batch::{self, Batch, Batches};
 use crate::device::{Kernels, Stream, Zero};
@@ -13,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::faults::FaultPhase;
 use crate::model::MicroStep;
 use crate::model::tensors::Module;
+use crate::optim::optimizer::Update;
 use crate::planner::plan::Plan;
 use crate::ranks::RANKS_MAX;
 use crate::ranks::progress::StepOutcome;
@@ -46,7 +49,7 @@ impl<D: Kernels> Engine<D> {
     /// Errors of `batches`; `Resource` that names the step when a token, target, position or document is out of range, or when no target of
     /// the step counts. The engine is then in the state after the last step, which can be flushed and saved.
     pub(crate) fn read_data(&mut self, batches: &mut impl Batches) -> Result<StepData> {
-        self.driver_state.record(DriverEvent::Step, self.train_step + 1);
+        self.driver_state.record(DriverEvent::Step, self.steps.current());
         match self.read_micro_batches(batches)? {
             0 => Err(self.bad_data(format!("none of its {} targets is trained, so the step has no loss", self.plan.tokens_per_step()))),
             targets => Ok(StepData { targets }),
@@ -67,10 +70,12 @@ impl<D: Kernels> Engine<D> {
         match self.exchange.place(micro_batch) {
             Some(place) if self.plan.recipe.step.sequence_ranks == 1 => self.read_batch(place, micro_batch, batches),
             _ => {
-                let mut room = self.exchange.room();
-                let targets = fill(&self.plan, self.model.shape.vocab, &mut room, batches);
-                (0..self.plan.recipe.step.sequence_ranks).for_each(|rank| self.deal_part(micro_batch, rank, &room));
-                self.exchange.keep_room(room);
+                let mut word_buffer = self.exchange.word_buffer();
+                let targets = fill(&self.plan, self.model.shape.vocab, &mut word_buffer, batches);
+                for rank in 0..self.plan.recipe.step.sequence_ranks {
+                    self.deal_part(micro_batch, rank, &word_buffer);
+                }
+                self.exchange.return_word_buffer(word_buffer);
                 targets?.map_err(|cause| self.bad_data(format!("micro-batch {micro_batch}: {cause}")))
             }
         }
@@ -83,8 +88,8 @@ impl<D: Kernels> Engine<D> {
         let Some(place) = self.exchange.place(part) else { return self.exchange.send_part(part, &mut words) };
         let mut memory = self.host.lend_mut(self.memory.batch(&self.plan, place));
         for piece in words {
-            let (here, rest) = memory.split_at_mut(piece.len());
-            here.copy_from_slice(piece);
+            let (target, rest) = memory.split_at_mut(piece.len());
+            target.copy_from_slice(piece);
             memory = rest;
         }
     }
@@ -98,7 +103,7 @@ impl<D: Kernels> Engine<D> {
     }
 
     fn bad_data(&self, cause: String) -> Error {
-        Error::resource(format!("use the data of step {}", self.train_step + 1), cause)
+        Error::resource(format!("use the data of step {}", self.steps.current()), cause)
     }
 
     /// Runs the step of the data that was read last.
@@ -107,14 +112,14 @@ impl<D: Kernels> Engine<D> {
         self.driver_state.set_activity(DriverActivity::Enqueuing, 0);
         let start = self.dev.now_ns();
         let stepped = self.pass_and_validate(learning_rate, data);
-        self.driver_span(STEP_SPAN, self.train_step as u32, start);
+        self.driver_span(STEP_SPAN, self.steps.train() as u32, start);
         self.driver_state.set_activity(DriverActivity::Else, 0);
         let own = self.named(stepped)?;
         self.of_all_ranks(own)
     }
 
     fn pass_and_validate(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
-        self.exposed = Exposed::default();
+        self.idle.reset();
         let inv_targets = 1.0 / data.targets as f32;
         // The loss is a mean over micro-batches, each of which balances its own experts.
         let balance = (self.plan.recipe.router_aux_loss_coef / self.plan.recipe.step.micro_batches as f64) as f32;
@@ -137,7 +142,7 @@ impl<D: Kernels> Engine<D> {
             if first && micro_step > 0 {
                 self.wait_for_sums(self.plan.placement.layout.count() - 1)?;
             }
-            let micro = MicroStep { first, inv_targets, loss_scale: self.loss_scale.scale(), balance };
+            let micro = MicroStep { first, inv_targets, loss_scale: self.steps.loss_scale().scale(), balance };
             self.wait_for_ring(Module::Head, whole)?;
             self.with_weights(Module::Head, Pass::Backward, |engine| engine.model.head(&mut engine.dev, micro, true))?;
             self.grads_written(Module::Head, whole)?;
@@ -213,7 +218,7 @@ impl<D: Kernels> Engine<D> {
         if let Some(flow) = &self.flow {
             flow.leave(&mut self.dev, at)?;
         }
-        next.map_or(Ok(()), |next| self.fetch_weights(next))
+        if let Some(next) = next { self.fetch_weights(next) } else { Ok(()) }
     }
 
     /// Prefetches final weights of the next modules, so that the link is not idle during the first modules of a forward pass, which are not
@@ -227,12 +232,12 @@ impl<D: Kernels> Engine<D> {
         let mut is_full = false;
         for module in (0..at).rev() {
             let Some(flow) = self.flow.as_mut() else { return Ok(()) };
-            is_full |= flow.awaits_room(module) || !flow.streamed(at).is_empty();
+            is_full |= flow.awaits_place(module) || !flow.streamed(at).is_empty();
             if flow.has(module) {
                 continue;
             }
             let mut buckets = self.plan.placement.layout.overlapping(flow.streamed(module));
-            if !is_full && flow.has_room(module) && buckets.all(|bucket| self.coordinator.is_settled(bucket)) {
+            if !is_full && flow.has_capacity(module) && buckets.all(|bucket| self.coordinator.is_settled(bucket)) {
                 self.fetch_weights(module)?;
                 continue;
             }
@@ -326,16 +331,16 @@ impl<D: Kernels> Engine<D> {
     }
 
     fn begin_validation(&mut self, learning_rate: f64) -> Result<()> {
-        let update = Update { optimizer_step: self.optimizer_step + 1, learning_rate, scale: self.loss_scale.inverse() };
+        let update = Update { optimizer_step: self.steps.optimizer() + 1, learning_rate, scale: self.steps.loss_scale().inverse() };
         self.coordinator.begin_step(update);
         let decision = if self.coordinator.is_speculating() { "speculate" } else { "validate first" };
         let now = self.dev.now_ns();
-        self.recorder.past_span(decision, (self.train_step + 1) as u32, now, 0);
+        self.recorder.past_span(decision, self.steps.current() as u32, now, 0);
         self.report.begin(&mut self.dev)
     }
 
-    /// The gradients of `module` are enqueued. If they complete the share `whole`, this reports all buckets that end within the module's
-    /// flat range.
+    /// The gradients of `module` are enqueued. If they complete the partial sum `whole`, this reports all buckets that end within the
+    /// module's flat range.
     fn grads_written(&mut self, module: Module, whole: Option<usize>) -> Result<()> {
         if let Some(partial_sum) = whole {
             let range = self.model.table.module_range(module);
@@ -350,15 +355,12 @@ impl<D: Kernels> Engine<D> {
     /// Runs the event loop until the device is at most `MODULES_AHEAD` modules behind.
     pub(super) fn module_enqueued(&mut self) -> Result<()> {
         self.inject(FaultPhase::Module)?;
-        let modules = self.modules;
-        self.dev.record(modules[self.modules_enqueued % modules.len()], Stream::Compute)?;
-        self.modules_enqueued += 1;
-        self.driver_state.record(DriverEvent::Module, self.modules_enqueued as u64);
-        let oldest = modules[self.modules_enqueued % modules.len()];
+        let oldest = self.modules.record(&mut self.dev)?;
+        self.driver_state.record(DriverEvent::Module, self.modules.enqueued() as u64);
         self.block_until(DriverActivity::Device, 0, |engine| engine.dev.is_done(oldest))
     }
 
-    /// The gradient of `bucket` for one of this rank's shares is enqueued.
+    /// The gradient of `bucket` for one of this rank's partial sums is enqueued.
     fn bucket_written(&mut self, bucket: usize, round: usize) -> Result<()> {
         self.inject(FaultPhase::Backward)?;
         self.spoil(bucket, round)?;
@@ -373,7 +375,7 @@ impl<D: Kernels> Engine<D> {
         let (range, slices) = (self.plan.placement.layout.range(bucket), self.exchange.slices());
         let partial_sum = round * slices.ranks() + slices.rank();
         let Some(fault_injector) = &self.fault_injector else { return Ok(()) };
-        fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1, partial_sum)
+        fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.steps.current(), partial_sum)
     }
 
     /// The step's gradient of this rank's slice of `bucket` is enqueued.
@@ -385,7 +387,7 @@ impl<D: Kernels> Engine<D> {
         self.notify(Event::GradReady(bucket))
     }
 
-    /// Reports a share of this rank. The last share completes the step's report.
+    /// Reports a partial sum of this rank. The last partial sum completes the step's report.
     fn report_partial_sum(&mut self, partial_sum: usize) -> Result<()> {
         let loss = self.model.activations.loss;
         if !self.is_last(partial_sum) {
@@ -400,37 +402,32 @@ impl<D: Kernels> Engine<D> {
     /// Waits for the norm, decides the verdict, and starts the allowed updates.
     fn validate(&mut self, learning_rate: f64) -> Result<StepReport> {
         let start = self.dev.now_ns();
-        let (step, mut found, mut told_at) = (self.train_step + 1, None, None);
+        let (step, mut found, mut reported_at) = (self.steps.current(), None, None);
         self.inject(FaultPhase::Verdict)?;
         self.block_until(DriverActivity::Norm, 0, |engine| {
             found = found.or_else(|| engine.exchange.outcome(step));
-            told_at = told_at.or_else(|| (found.is_none() && engine.report.is_told()).then(|| engine.dev.now_ns()));
+            reported_at = reported_at.or_else(|| (found.is_none() && engine.report.is_reported()).then(|| engine.dev.now_ns()));
             Ok(found.is_some())
         })?;
         // After its own report is complete, this rank waits for its peers.
-        self.exposed.peer_ns += told_at.map_or(0, |told_at| self.dev.now_ns() - told_at);
+        self.idle.add(IdleCause::Peers, reported_at.map_or(0, |reported_at| self.dev.now_ns() - reported_at));
         self.driver_span("await verdict", step as u32, start);
         let Some(outcome) = found else { unreachable!("waited for it") };
         let mut out = self.judge(learning_rate, outcome);
         let validated = Event::Validated(out.verdict);
-        self.driver_state.event(validated, self.train_step + 1);
+        self.driver_state.event(validated, self.steps.current());
         self.coordinator.handle(validated);
         let skipped = out.verdict == Verdict::SkipNonFinite;
-        self.loss_scale.update(skipped);
-        self.optimizer_step += u64::from(!skipped);
-        self.train_step += 1;
+        self.steps.advance(skipped);
         self.run_commands()?;
         self.next_version();
         if self.plan.protocol.barrier {
             self.wait_for_all_params()?;
         }
-        out.counts = self.coordinator.counts() - self.reported;
-        self.reported = self.coordinator.counts();
         self.counters.adam_busy_ns = self.pool.busy_ns();
-        out.counters = self.counters - self.counters_reported;
-        self.counters_reported = self.counters;
+        (out.counts, out.counters) = self.reported.report(self.coordinator.counts(), self.counters);
         self.count_waits_of_streams();
-        out.exposed = self.exposed;
+        out.exposed = self.idle.of_step();
         Ok(out)
     }
 
@@ -443,11 +440,11 @@ impl<D: Kernels> Engine<D> {
         }
     }
 
-    fn judge(&self, learning_rate: f64, outcome: StepOutcome) -> StepReport {
+    fn judge(&mut self, learning_rate: f64, outcome: StepOutcome) -> StepReport {
         let StepOutcome { norm_sq, nonfinite, loss } = outcome;
-        let grad_norm = NormSq(norm_sq).norm(self.loss_scale.inverse());
-        let verdict = Verdict::new(grad_norm, nonfinite, self.plan.recipe.max_grad_norm);
-        let (counts, exposed, loss_scale) = (Counts::default(), self.exposed, self.loss_scale.scale());
+        let grad_norm = NormSq(norm_sq).norm(self.steps.loss_scale().inverse());
+        let verdict = Verdict::new(grad_norm, nonfinite, self.plan.clip(), &mut self.clip_memory);
+        let (counts, exposed, loss_scale) = (Counts::default(), self.idle.of_step(), self.steps.loss_scale().scale());
         StepReport {
             loss,
             grad_norm,

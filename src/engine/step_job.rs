@@ -4,14 +4,14 @@
 use crate::bucket::slot::Slot;
 use crate::dtype::Dtype;
 use crate::engine::late_rows::{PackedRows, RowPart};
-use crate::engine::protocol::coordinator::{GradUpdate, Update, Work};
+use crate::engine::protocol::coordinator::{GradUpdate, Work};
 use crate::host::pinned::PinnedSlice;
 use crate::host::pool::Job;
-use crate::optim::StatePart;
-use crate::optim::adam::{AdamConsts, AdamHyper, AdamState, AdamStep};
-use crate::optim::moments::{Moment, Moments};
-use crate::optim::simd::{AdamKernels, Grads, Weights};
-use half::bf16;
+use crate::optim::formats::{Grads, Weights};
+use crate::optim::host_passes::{HostPasses, UseHostPasses};
+use crate::optim::optimizer::Optimizer;
+use crate::optim::simd::AdamKernels;
+use crate::optim::state_array::{PerArray, StateArrays, StatePart};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -57,23 +57,17 @@ impl SlotMemory {
 #[derive(Clone, Copy, Debug)]
 pub struct HostState {
     pub first: usize,
-    /// Format of `m` and `v`.
-    pub moments: Moments,
-    pub params: PinnedSlice,
-    /// First moments.
-    pub m: PinnedSlice,
-    /// Second moments.
-    pub v: PinnedSlice,
+    /// The arrays of the optimizer.
+    pub list: StateArrays,
+    /// The memory of each array.
+    pub arrays: PerArray<PinnedSlice>,
 }
 
 impl HostState {
     /// End of the state in the local order.
     pub(super) fn end(&self) -> usize {
-        self.first + self.params.bytes() / 4
-    }
-
-    pub(super) fn arrays(&self) -> [PinnedSlice; 3] {
-        [self.params, self.m, self.v]
+        let params = StatePart::PARAMS;
+        self.first + self.arrays[params].bytes() / self.list[params].bytes(1)
     }
 
     /// The part within a local range, if any.
@@ -87,11 +81,9 @@ impl HostState {
     /// # Panics
     /// If the range exceeds this state.
     pub(super) fn slice(&self, range: &Range<usize>) -> Self {
-        let [params, m, v] = StatePart::ALL.map(|part| {
-            let width = self.moments.dtype(part).bytes();
-            self.arrays()[part as usize].slice((range.start - self.first) * width, range.len() * width)
-        });
-        Self { first: range.start, params, m, v, ..*self }
+        let list = self.list;
+        let part = |part, whole: PinnedSlice| whole.slice(list[part].bytes(range.start - self.first), list[part].bytes(range.len()));
+        Self { first: range.start, list, arrays: self.arrays.map(part) }
     }
 }
 
@@ -103,8 +95,8 @@ pub struct StepMemory {
     pub params: SlotMemory,
     /// Weight-decay segments of the local order.
     pub segments: Arc<[Segment]>,
-    /// Adam's hyperparameters; learning rate and step come from the job.
-    pub hyper: AdamHyper,
+    /// The optimizer; learning rate and step come from the job.
+    pub optimizer: Optimizer,
     pub kernels: AdamKernels,
 }
 
@@ -140,7 +132,7 @@ unsafe impl Job for StepJob {
 
     /// Bytes of state in its formats, and of gradients and weights in the format of their slots.
     fn traffic_bytes(&self) -> u64 {
-        let state = self.state.moments.state_bytes();
+        let state = self.state.list.state_bytes();
         let (grads, weights) = (self.memory.grads.dtype.bytes(), self.memory.params.dtype.bytes());
         let inverse = |undo: Option<GradUpdate>| if undo.is_some() { 2 * state + grads } else { 0 };
         let bytes_per_elem = match self.work {
@@ -162,12 +154,20 @@ unsafe impl Job for StepJob {
     unsafe fn run(&self, piece: usize) {
         let start = piece * self.piece_elems();
         let end = (start + self.piece_elems()).min(self.elems());
-        match self.state.moments {
-            // SAFETY: the range belongs to this piece, which the caller runs on one thread only.
-            Moments::Float32 => unsafe { self.run_piece::<f32>(start..end) },
-            // SAFETY: as above.
-            Moments::Bfloat16 => unsafe { self.run_piece::<bf16>(start..end) },
-        }
+        self.memory.optimizer.with_host_passes(self.memory.kernels, JobPiece { job: self, piece: start..end });
+    }
+}
+
+/// A piece of a job that its thread runs.
+struct JobPiece<'a> {
+    job: &'a StepJob,
+    piece: Range<usize>,
+}
+
+impl UseHostPasses for JobPiece<'_> {
+    fn use_passes(self, passes: impl HostPasses) {
+        // SAFETY: only `StepJob::run` makes such a piece, and its caller runs a piece on one thread only.
+        unsafe { self.job.run_piece(passes, self.piece) }
     }
 }
 
@@ -203,7 +203,7 @@ impl StepJob {
     }
 
     fn piece_elems(&self) -> usize {
-        let page_elems = PAGE_BYTES / self.state.moments.dtype(StatePart::M).bytes();
+        let page_elems = PAGE_BYTES / self.state.list.narrowest_bytes();
         self.elems().div_ceil(PIECES_MIN).max(1).next_multiple_of(page_elems).min(PIECE_ELEMS_MAX)
     }
 
@@ -211,18 +211,18 @@ impl StepJob {
     ///
     /// # Safety
     /// No two threads may work on the same elements.
-    unsafe fn run_piece<M: Moment>(&self, piece: Range<usize>) {
+    unsafe fn run_piece(&self, passes: impl HostPasses, piece: Range<usize>) {
         let Some(rows) = &self.rows else {
             let range = self.range.start + piece.start..self.range.start + piece.end;
             // SAFETY: guaranteed by the caller.
-            return self.by_decay(&range, |part, decay| unsafe { self.run_part::<M>(part, decay) });
+            return self.by_decay(&range, |part, decay| unsafe { self.run_part(passes, part, decay) });
         };
         // SAFETY: row numbers are not written while a job uses them.
         let packing = PackedRows { rows: unsafe { rows.ids.as_slice() }, channels: rows.channels, start: rows.start };
         for (flat, at) in packing.pieces(rows.packed.start + piece.start..rows.packed.start + piece.end) {
             let slot = at - rows.packed.start;
             // SAFETY: guaranteed by the caller; disjoint pieces of the packed order are disjoint in the flat order.
-            self.by_decay(&flat, |part, decay| unsafe { self.run_rows::<M>(part.clone(), slot + part.start - flat.start, decay) });
+            self.by_decay(&flat, |part, decay| unsafe { self.run_rows(passes, part.clone(), slot + part.start - flat.start, decay) });
         }
     }
 
@@ -241,8 +241,8 @@ impl StepJob {
     ///
     /// # Safety
     /// No two threads may work on the same part.
-    unsafe fn run_rows<M: Moment>(&self, part: Range<usize>, at: usize, decay: bool) {
-        let StepMemory { grads, params: slots, kernels, .. } = self.memory;
+    unsafe fn run_rows<P: HostPasses>(&self, passes: P, part: Range<usize>, at: usize, decay: bool) {
+        let StepMemory { grads, params: slots, .. } = self.memory;
         let (Work::SpeculateRows(next), Some(slot)) = (self.work, self.out) else {
             unreachable!("rows are speculated on: {:?}", self.work)
         };
@@ -253,69 +253,60 @@ impl StepJob {
         let packed = write(slots.slot(slot, self.elems()).slice(at * width, part.len() * width));
         place.copy_from_slice(packed);
         // SAFETY: the state of a part that belongs to this thread.
-        let state = unsafe { self.state_of::<M>(&part) };
+        let state = unsafe { self.state_of(passes, &part) };
         let (grads, out) = (Grads::from_bytes(grads.dtype, place), Weights::from_bytes(slots.dtype, packed));
-        kernels.speculate(self.step(next.update, decay), &state, grads, out);
+        passes.speculate(passes.constants(next.update, decay), &state, grads, out);
     }
 
     /// # Safety
     /// The caller must be the only user of the part's state, and must use it through one result at a time.
-    unsafe fn state_of<M: Moment>(&self, part: &Range<usize>) -> AdamState<'_, M> {
-        let HostState { params, m, v, .. } = self.state.slice(part);
+    unsafe fn state_of<P: HostPasses>(&self, passes: P, part: &Range<usize>) -> P::State<'_> {
         // SAFETY: guaranteed by the caller.
-        let write = |memory: PinnedSlice| unsafe { memory.as_mut_slice::<u8>() };
-        let moments = |memory| bytemuck::cast_slice_mut::<u8, M>(write(memory));
-        let (first, params) = (self.flat + part.start - self.range.start, bytemuck::cast_slice_mut(write(params)));
-        AdamState { first, params, m: moments(m), v: moments(v) }
+        let write = |_, memory: PinnedSlice| unsafe { memory.as_mut_slice::<u8>() };
+        passes.state(self.flat + part.start - self.range.start, self.state.slice(part).arrays.map(write))
     }
 
     /// Runs the job on a part of the bucket with one decay rule.
     ///
     /// # Safety
     /// No two threads may work on the same part.
-    unsafe fn run_part<M: Moment>(&self, part: Range<usize>, decay: bool) {
-        let StepMemory { grads, params: slots, kernels, .. } = self.memory;
-        let step = |update: Update| self.step(update, decay);
+    unsafe fn run_part<P: HostPasses>(&self, passes: P, part: Range<usize>, decay: bool) {
+        let StepMemory { grads, params: slots, .. } = self.memory;
         // SAFETY: used for gradients, which the job may read and none of its pieces writes.
         let read = |memory: PinnedSlice| unsafe { memory.as_slice::<u8>() };
         // SAFETY: used once, for the part of the weights that belongs to this thread; the job owns the slot.
         let write = |memory: PinnedSlice| unsafe { memory.as_mut_slice::<u8>() };
         // SAFETY: as above, for the state.
-        let mut state = unsafe { self.state_of::<M>(&part) };
-        let grads = |g: GradUpdate| Grads::from_bytes(grads.dtype, read(grads.part(g.grads, &self.range, &part)));
+        let mut state = unsafe { self.state_of(passes, &part) };
+        let grads = |of: GradUpdate| Grads::from_bytes(grads.dtype, read(grads.part(of.grads, &self.range, &part)));
+        let constants = |of: GradUpdate| passes.constants(of.update, decay);
         let out = self.out.map(|slot| Weights::from_bytes(slots.dtype, write(slots.part(slot, &self.range, &part))));
+        // The paper's rollback by the algebraic inverse. A build without speculation never needs it.
+        let invert = |undo: Option<GradUpdate>, state: &mut P::State<'_>| {
+            if let Some(undo) = undo.filter(|_| cfg!(feature = "stv")) {
+                passes.inverse(constants(undo), state, grads(undo));
+            }
+        };
         match (self.work, out) {
             #[cfg(feature = "stv")]
             (Work::CommitThenSpeculate { pending: None, next }, Some(out)) => {
-                kernels.speculate(step(next.update), &state, grads(next), out);
+                passes.speculate(constants(next), &state, grads(next), out);
             }
             #[cfg(feature = "stv")]
             (Work::CommitThenSpeculate { pending: Some(p), next }, Some(out)) => {
-                kernels.commit_then_speculate(step(p.update), grads(p), step(next.update), grads(next), &mut state, out);
+                passes.commit_then_speculate((constants(p), grads(p)), (constants(next), grads(next)), &mut state, out);
             }
             (Work::Step { undo, next }, Some(out)) => {
-                undo.into_iter().for_each(|u| invert(kernels, step(u.update), &mut state, grads(u)));
-                kernels.step(step(next.update), &mut state, grads(next), out);
+                invert(undo, &mut state);
+                passes.step(constants(next), &mut state, grads(next), out);
             }
             (Work::Restore { undo }, Some(out)) => {
-                undo.into_iter().for_each(|u| invert(kernels, step(u.update), &mut state, grads(u)));
-                kernels.emit(state.params, out);
+                invert(undo, &mut state);
+                passes.emit(&state, out);
             }
             #[cfg(feature = "stv")]
-            (Work::Commit(g), None) => kernels.commit(step(g.update), &mut state, grads(g)),
+            (Work::Commit(g), None) => passes.commit(constants(g), &mut state, grads(g)),
             (work, out) => unreachable!("{work:?} with{} room for weights", if out.is_some() { "" } else { "out" }),
         }
-    }
-
-    fn step(&self, update: Update, decay: bool) -> AdamStep {
-        let hyper = AdamHyper { lr: update.learning_rate, ..self.memory.hyper };
-        AdamStep { consts: AdamConsts::new(&hyper, update.optimizer_step, decay), scale: update.scale }
-    }
-}
-
-/// The paper's rollback by the algebraic inverse. A build without speculation never needs it.
-fn invert<M: Moment>(kernels: AdamKernels, step: AdamStep, state: &mut AdamState<'_, M>, grads: Grads<'_>) {
-    if cfg!(feature = "stv") {
-        kernels.inverse(step, state, grads);
     }
 }

@@ -3,7 +3,7 @@
 //! The partial sums of the norm are copied from the device while the backward pass runs, and are passed on in order as they arrive. After
 //! the last gradient is written, only one small copy and a short fold remain before the verdict.
 
-use super::ranks::exchange::Exchange;
+use super::ranks::exchange::ReportPort;
 use crate::device::{Device, DeviceSlice, EventId, GradNormPartials, Kernels, Stream, Zero};
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -20,11 +20,11 @@ pub(super) struct StepResults {
     nonfinite: DeviceSlice,
     host_partials: PinnedSlice,
     host_nonfinite: PinnedSlice,
-    /// The loss of each share.
+    /// The loss of each partial sum.
     host_losses: PinnedSlice,
     /// One event for each copy.
     copied: Vec<EventId>,
-    /// The stream of all copies, except those of the losses of all shares but the last.
+    /// The stream of all copies, except those of the losses of all partial sums but the last.
     stream: Stream,
     /// End of each copy in partial sums, and the number of copies that have arrived.
     ends: Vec<usize>,
@@ -72,12 +72,12 @@ impl StepResults {
         Ok(())
     }
 
-    /// Enqueues the copy of the loss of `partial_sum`. In a step, the last share's loss is copied by [`Report::end`].
+    /// Enqueues the copy of the loss of `partial_sum`. In a step, the last partial sum's loss is copied by [`Report::end`].
     pub(super) fn add_loss<D: Device>(&mut self, dev: &mut D, loss: DeviceSlice, partial_sum: usize) -> Result<()> {
         dev.copy_d2h(Stream::Compute, loss, self.host_losses.slice(partial_sum * 4, 4))
     }
 
-    /// The losses of this rank's shares, once they have arrived.
+    /// The losses of this rank's partial sums, once they have arrived.
     pub(super) fn losses<'h>(&self, host: &'h HostMemory) -> &'h [f32] {
         host.lend(self.host_losses)
     }
@@ -90,7 +90,7 @@ impl StepResults {
     }
 
     /// Whether all of this step's report has been passed on.
-    pub(super) fn is_told(&self) -> bool {
+    pub(super) fn is_reported(&self) -> bool {
         self.arrived == self.ends.len()
     }
 
@@ -109,7 +109,7 @@ impl StepResults {
 
     /// Passes everything of `step` that has arrived to `exchange`: partial sums in order, and with the last of them the flag and the
     /// losses. Never blocks.
-    pub(super) fn poll<D: Kernels>(&mut self, dev: &mut D, host: &HostMemory, exchange: &mut dyn Exchange<D>, step: u64) -> Result<()> {
+    pub(super) fn poll<D: Kernels>(&mut self, dev: &mut D, host: &HostMemory, exchange: &mut dyn ReportPort<D>, step: u64) -> Result<()> {
         while self.arrived < self.ends.len() && dev.is_done(self.copied[self.arrived])? {
             let start = self.arrived.checked_sub(1).map_or(0, |before| self.ends[before]);
             let end = self.ends[self.arrived];

@@ -35,7 +35,7 @@ impl Transfers {
         let slots = many(param_slots)?;
         let mut transfers =
             Self { layout: layout.clone(), events, slots, in_flight: [const { VecDeque::new() }; Stream::WITH_PEERS.len()] };
-        transfers.make_room();
+        transfers.reserve_queues();
         Ok(transfers)
     }
 
@@ -45,13 +45,15 @@ impl Transfers {
         // Events live as long as a device: those of unused slots are kept for later plans.
         let more = (self.slots.len()..param_slots).map(|_| dev.event()).collect::<Result<Vec<_>>>()?;
         self.slots.extend(more);
-        self.make_room();
+        self.reserve_queues();
         Ok(())
     }
 
-    fn make_room(&mut self) {
+    fn reserve_queues(&mut self) {
         let most = (self.layout.count() + self.layout.early().len()).max(self.slots.len());
-        self.in_flight.iter_mut().for_each(|queue| queue.reserve(most));
+        for queue in &mut self.in_flight {
+            queue.reserve(most);
+        }
     }
 
     /// Whether no hop is pending that the coordinator waits for.

@@ -5,24 +5,24 @@ use super::gpu::is_same_pci;
 use super::topology::{Cpu, Process, Topology};
 
 impl Topology {
-    /// The part of this machine that rank `rank` uses. `homes` has the memory node near each rank's GPU, if known.
+    /// The part of this machine that rank `rank` uses. `gpu_nodes` has the memory node near each rank's GPU, if known.
     ///
     /// The CPUs of a home node are divided among the ranks with this home, and those of other nodes among all ranks. If a home is unknown
     /// or has fewer CPUs than ranks, all CPUs are divided evenly, node by node. SMT siblings are kept adjacent in both cases. `None` if
     /// there are fewer CPUs than ranks.
-    pub(crate) fn cpu_slice(&self, rank: usize, homes: &[Option<usize>]) -> Option<Self> {
+    pub(crate) fn cpu_slice(&self, rank: usize, gpu_nodes: &[Option<usize>]) -> Option<Self> {
         let usable = self.usable_cpus()?.affinity;
-        if usable.len() < homes.len() {
+        if usable.len() < gpu_nodes.len() {
             return None;
         }
         let cpus = self.neighbours_together(&usable);
         let count = |node: usize| cpus.iter().filter(|cpu| cpu.numa_node == Some(node)).count();
-        let ranks_of = |node| (0..homes.len()).filter(|&rank| homes[rank] == node).collect::<Vec<_>>();
-        let all_are_at_home = homes.iter().all(|&home| home.is_some_and(|node| count(node) >= ranks_of(home).len()));
-        let groups: Vec<_> = if all_are_at_home { cpus.chunk_by(|a, b| a.numa_node == b.numa_node).collect() } else { vec![&cpus[..]] };
+        let ranks_of = |node| (0..gpu_nodes.len()).filter(|&rank| gpu_nodes[rank] == node).collect::<Vec<_>>();
+        let all_have_cpus = gpu_nodes.iter().all(|&gpu_node| gpu_node.is_some_and(|node| count(node) >= ranks_of(gpu_node).len()));
+        let groups: Vec<_> = if all_have_cpus { cpus.chunk_by(|a, b| a.numa_node == b.numa_node).collect() } else { vec![&cpus[..]] };
         let part_of = |group: &[Cpu]| {
             let residents = ranks_of(group[0].numa_node);
-            let members = if all_are_at_home && !residents.is_empty() { residents } else { (0..homes.len()).collect() };
+            let members = if all_have_cpus && !residents.is_empty() { residents } else { (0..gpu_nodes.len()).collect() };
             let cut = |nth: usize| group.len() * nth / members.len();
             let part = members.iter().position(|&member| member == rank).map_or(0..0, |nth| cut(nth)..cut(nth + 1));
             group[part].iter().map(|cpu| cpu.id).collect::<Vec<_>>()
@@ -56,24 +56,24 @@ mod tests {
         topology.usable_cpus().unwrap().affinity
     }
 
-    fn shares(topology: &Topology, homes: &[Option<usize>]) -> Vec<String> {
-        (0..homes.len()).map(|rank| affinity(&topology.cpu_slice(rank, homes).unwrap()).to_string()).collect()
+    fn slices(topology: &Topology, gpu_nodes: &[Option<usize>]) -> Vec<String> {
+        (0..gpu_nodes.len()).map(|rank| affinity(&topology.cpu_slice(rank, gpu_nodes).unwrap()).to_string()).collect()
     }
 
     #[test]
     fn a_rank_has_the_cpus_and_the_memory_of_its_gpus_node() {
         let server = Topology::read(two_sockets().path(), Process::default());
-        assert_eq!(shares(&server, &[Some(1), Some(0)]), ["2-3,6", "0-1,4-5"]);
+        assert_eq!(slices(&server, &[Some(1), Some(0)]), ["2-3,6", "0-1,4-5"]);
         let second = server.cpu_slice(0, &[Some(1), Some(0)]).unwrap();
         assert_eq!(second.nodes_beside(&affinity(&second)), [1]);
         // The numbers of siblings differ by four. A node that is no rank's home is shared by all.
-        assert_eq!(shares(&server, &[Some(0), Some(0)]), ["0,2,4", "1,3,5-6"]);
+        assert_eq!(slices(&server, &[Some(0), Some(0)]), ["0,2,4", "1,3,5-6"]);
         // The second home is unknown or too small, so CPUs are divided evenly, node by node.
-        for homes in [[Some(0), None], [None, None], [Some(0), Some(7)]] {
-            assert_eq!(shares(&server, &homes), ["0-1,4", "2-3,5-6"], "{homes:?}");
+        for gpu_nodes in [[Some(0), None], [None, None], [Some(0), Some(7)]] {
+            assert_eq!(slices(&server, &gpu_nodes), ["0-1,4", "2-3,5-6"], "{gpu_nodes:?}");
         }
         let four = [Some(1), Some(1), Some(1), Some(1)];
-        assert_eq!(shares(&server, &four), ["0", "1,4", "2,5", "3,6"], "three CPUs at home for four");
+        assert_eq!(slices(&server, &four), ["0", "1,4", "2,5", "3,6"], "three CPUs at home for four");
         assert_eq!(server.cpu_slice(0, &[None; 8]), None, "7 CPUs for 8");
     }
 
@@ -81,8 +81,8 @@ mod tests {
     fn one_rank_has_the_machine() {
         let process = Process { affinity: CpuList::parse("0-71"), ..Process::default() };
         for topology in [Topology::read(grace().path(), process), Topology::read(two_sockets().path(), Process::default())] {
-            for home in [None, Some(0), Some(1)] {
-                assert_eq!(affinity(&topology.cpu_slice(0, &[home]).unwrap()), affinity(&topology), "{home:?}");
+            for gpu_node in [None, Some(0), Some(1)] {
+                assert_eq!(affinity(&topology.cpu_slice(0, &[gpu_node]).unwrap()), affinity(&topology), "{gpu_node:?}");
             }
         }
     }
@@ -109,42 +109,43 @@ mod tests {
 
     /// Machines with up to 48 CPUs and two threads per core on up to four nodes, and ranks with any homes.
     fn machines() -> impl Strategy<Value = (Topology, Vec<Option<usize>>)> {
-        let homes = prop::collection::vec(prop::option::weighted(0.9, 0usize..5), 1..9);
-        (prop::collection::vec(prop::option::weighted(0.95, 0usize..4), 1..25), homes).prop_map(|(nodes, homes)| {
+        let gpu_nodes = prop::collection::vec(prop::option::weighted(0.9, 0usize..5), 1..9);
+        (prop::collection::vec(prop::option::weighted(0.95, 0usize..4), 1..25), gpu_nodes).prop_map(|(nodes, gpu_nodes)| {
             let cores = nodes.len();
             let cpu = |id: usize| Cpu { id, package: None, core: Some(id % cores), numa_node: nodes[id % cores], l3: nodes[id % cores] };
             let nothing = Topology::read(tree(&[]).path(), Process::default());
-            (Topology { cpus: (0..2 * cores).map(cpu).collect(), ..nothing }, homes)
+            (Topology { cpus: (0..2 * cores).map(cpu).collect(), ..nothing }, gpu_nodes)
         })
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn shares_are_all_of_the_cpus_each_once((topology, homes) in machines()) {
-            let shares: Option<Vec<_>> = (0..homes.len()).map(|rank| topology.cpu_slice(rank, &homes).map(|share| affinity(&share))).collect();
-            prop_assert_eq!(shares.is_none(), topology.cpus.len() < homes.len());
-            let Some(shares) = shares else { return Ok(()) };
-            prop_assert!(shares.iter().all(|share| !share.is_empty()));
-            prop_assert_eq!(shares.iter().map(CpuList::len).sum::<usize>(), topology.cpus.len());
-            prop_assert_eq!(shares.iter().flat_map(CpuList::iter).collect::<CpuList>(), affinity(&topology));
+        fn shares_are_all_of_the_cpus_each_once((topology, gpu_nodes) in machines()) {
+            let slice = |rank| topology.cpu_slice(rank, &gpu_nodes).map(|slice| affinity(&slice));
+            let slices: Option<Vec<_>> = (0..gpu_nodes.len()).map(slice).collect();
+            prop_assert_eq!(slices.is_none(), topology.cpus.len() < gpu_nodes.len());
+            let Some(slices) = slices else { return Ok(()) };
+            prop_assert!(slices.iter().all(|slice| !slice.is_empty()));
+            prop_assert_eq!(slices.iter().map(CpuList::len).sum::<usize>(), topology.cpus.len());
+            prop_assert_eq!(slices.iter().flat_map(CpuList::iter).collect::<CpuList>(), affinity(&topology));
             // Ranks with one home differ by at most one CPU of each node.
-            for (rank, other) in (0..homes.len()).flat_map(|rank| (0..rank).map(move |other| (rank, other))) {
-                let differ = shares[rank].len().abs_diff(shares[other].len());
-                prop_assert!(homes[rank] != homes[other] || differ <= 5, "{:?}", shares);
+            for (rank, other) in (0..gpu_nodes.len()).flat_map(|rank| (0..rank).map(move |other| (rank, other))) {
+                let differ = slices[rank].len().abs_diff(slices[other].len());
+                prop_assert!(gpu_nodes[rank] != gpu_nodes[other] || differ <= 5, "{:?}", slices);
             }
         }
 
         #[test]
-        fn local_cpus_are_not_lent_to_ranks_of_another_node((topology, homes) in machines()) {
+        fn local_cpus_are_not_lent_to_ranks_of_another_node((topology, gpu_nodes) in machines()) {
             let on = |node: usize| topology.cpus.iter().filter(|cpu| cpu.numa_node == Some(node)).map(|cpu| cpu.id).collect::<CpuList>();
-            let at = |node: usize| homes.iter().filter(|home| **home == Some(node)).count();
-            if homes.iter().all(|home| home.is_some_and(|node| on(node).len() >= at(node))) {
-                for (rank, home) in homes.iter().flatten().enumerate() {
-                    let share = affinity(&topology.cpu_slice(rank, &homes).unwrap());
-                    prop_assert!(!share.intersection(&on(*home)).is_empty());
-                    for other in homes.iter().flatten().filter(|other| *other != home) {
-                        prop_assert!(share.intersection(&on(*other)).is_empty());
+            let at = |node: usize| gpu_nodes.iter().filter(|gpu_node| **gpu_node == Some(node)).count();
+            if gpu_nodes.iter().all(|gpu_node| gpu_node.is_some_and(|node| on(node).len() >= at(node))) {
+                for (rank, gpu_node) in gpu_nodes.iter().flatten().enumerate() {
+                    let slice = affinity(&topology.cpu_slice(rank, &gpu_nodes).unwrap());
+                    prop_assert!(!slice.intersection(&on(*gpu_node)).is_empty());
+                    for other in gpu_nodes.iter().flatten().filter(|other| *other != gpu_node) {
+                        prop_assert!(slice.intersection(&on(*other)).is_empty());
                     }
                 }
             }

@@ -17,12 +17,12 @@ pub enum ExpertProducts {
 /// Assumed rate of the program's own kernels relative to single products, for profiles without a measurement. On an H200, which has kernels
 /// made for Hopper, the ratio is 0.74 with a thousand rows per expert. The portable kernels are slower relative to a library that uses
 /// Hopper's instructions.
-const OWN_SHARE: f64 = 0.55;
+const OWN_FRACTION: f64 = 0.55;
 /// Assumed rate of cuBLASLt's grouped layouts relative to single products. On an H200 the ratio is at least 0.96 for the shapes of three
 /// models (`paper-figures/results/h200-grouped.jsonl`).
-const CUBLASLT_SHARE: f64 = 0.9;
+const CUBLASLT_FRACTION: f64 = 0.9;
 /// On CPUs expert products are consecutive single products.
-const SHARE_OF_CPUS: f64 = 1.0;
+const CPU_FRACTION: f64 = 1.0;
 
 /// The rate of one implementation.
 #[derive(Clone, Debug, PartialEq)]
@@ -42,7 +42,7 @@ impl GroupedRate {
     fn faster(&self, factor: f64) -> Self {
         match self {
             Self::Measured(curve) => Self::Measured(curve.faster(factor)),
-            Self::Assumed(share) => Self::Assumed(*share),
+            Self::Assumed(fraction) => Self::Assumed(*fraction),
         }
     }
 }
@@ -57,13 +57,13 @@ pub(super) struct GroupedRates {
 
 impl GroupedRates {
     pub(super) fn of_gpu(gpu: &Gpu) -> Self {
-        let own = GroupedRate::new(gpu.grouped_flops_by_rows.as_ref(), OWN_SHARE);
-        let cublaslt = GroupedRate::new(gpu.cublaslt_grouped_flops_by_rows.as_ref(), CUBLASLT_SHARE);
+        let own = GroupedRate::new(gpu.grouped_flops_by_rows.as_ref(), OWN_FRACTION);
+        let cublaslt = GroupedRate::new(gpu.cublaslt_grouped_flops_by_rows.as_ref(), CUBLASLT_FRACTION);
         Self { own, cublaslt, by: ExpertProducts::Own }
     }
 
     pub(super) fn of_cpus(cpus: &CpuDevice) -> Self {
-        let own = GroupedRate::new(cpus.grouped_flops_by_rows.as_ref(), SHARE_OF_CPUS);
+        let own = GroupedRate::new(cpus.grouped_flops_by_rows.as_ref(), CPU_FRACTION);
         Self { cublaslt: own.clone(), own, by: ExpertProducts::Own }
     }
 
@@ -95,15 +95,15 @@ impl GroupedRates {
     pub(super) fn flops(&self, rows: usize, single: f64) -> f64 {
         match self.chosen() {
             GroupedRate::Measured(by_rows) => by_rows.at(rows as f64),
-            GroupedRate::Assumed(share) => share * single,
+            GroupedRate::Assumed(fraction) => fraction * single,
         }
     }
 
     /// The assumed fraction of the rate of single products; `None` if the rate was measured.
-    pub(super) fn assumed_share(&self) -> Option<f64> {
+    pub(super) fn assumed_fraction(&self) -> Option<f64> {
         match self.chosen() {
             GroupedRate::Measured(_) => None,
-            GroupedRate::Assumed(share) => Some(*share),
+            GroupedRate::Assumed(fraction) => Some(*fraction),
         }
     }
 }
@@ -129,13 +129,13 @@ mod tests {
     #[test]
     fn products_of_experts_have_a_measured_or_an_assumed_rate() {
         let assumed = rates(None, None);
-        for (by, share) in [(ExpertProducts::Own, 0.55), (ExpertProducts::Cublaslt, 0.9)] {
+        for (by, fraction) in [(ExpertProducts::Own, 0.55), (ExpertProducts::Cublaslt, 0.9)] {
             let assumed = assumed.multiplying_experts_by(by);
-            assert_eq!(assumed.grouped_flops(2048, 512), share * assumed.matmul_flops(512));
-            assert_eq!(assumed.grouped_flops(64, 512), share * assumed.matmul_flops(64));
+            assert_eq!(assumed.grouped_flops(2048, 512), fraction * assumed.matmul_flops(512));
+            assert_eq!(assumed.grouped_flops(64, 512), fraction * assumed.matmul_flops(64));
             let text = format!(
                 "products of experts at {:.0} % of the rate of single ones, assumed: h200-pcie5 has no measured rate",
-                100.0 * share
+                100.0 * fraction
             );
             assert_eq!(assumed.unknown_grouped(), Some(text));
             assert_eq!(assumed.with_faster_device(2.0).grouped_flops(2048, 512), 2.0 * assumed.grouped_flops(2048, 512));

@@ -34,16 +34,16 @@ pub(crate) fn check_memory_limits() -> Result<()> {
     Ok(())
 }
 
-/// Checks that the limit of file sizes (`ulimit -f`) permits files of `bytes` bytes for `what`.
+/// Checks that the limit of file sizes (`ulimit -f`) permits files of `bytes` bytes for `operation`.
 ///
 /// # Errors
 /// `Resource` with the limit, both sizes and the required value.
-pub(crate) fn check_file_size(what: impl Display, bytes: u64) -> Result<()> {
+pub(crate) fn check_file_size(operation: impl Display, bytes: u64) -> Result<()> {
     match getrlimit(Resource::RLIMIT_FSIZE) {
         Ok((soft, _hard)) if soft < bytes => {
             let [allowed, needed] = Bytes::apart([soft, bytes]);
             let cause = format!("ulimit -f allows files of {allowed}, the largest has {needed}; raise it (ulimit -f unlimited)");
-            Err(Error::resource(what, cause))
+            Err(Error::resource(operation, cause))
         }
         _ => Ok(()),
     }

@@ -354,9 +354,19 @@ impl Profile {
         let path = Path::new(name_or_file);
         if !path.exists() {
             let names = Self::names().join(", ");
-            return Err(Error::usage(format!("no hardware profile `{name_or_file}`: neither a file nor one of {names}")));
+            let nearest = Self::names_like(name_or_file).join(", ");
+            let nearest = if nearest.is_empty() { nearest } else { format!("; nearest: {nearest}") };
+            return Err(Error::usage(format!("no hardware profile `{name_or_file}`: neither a file nor one of {names}{nearest}")));
         }
         Self::parse(&disk::read_small_text(path, BYTES_MAX)?, path)
+    }
+
+    /// Names of shipped profiles whose GPU `name` mentions, as in `NVIDIA H100 80GB HBM3`.
+    fn names_like(name: &str) -> Vec<&'static str> {
+        let words = name.to_ascii_lowercase();
+        let has_digit = |word: &&str| word.contains(|c: char| c.is_ascii_digit());
+        let words: Vec<&str> = words.split(|c: char| !c.is_ascii_alphanumeric()).filter(has_digit).collect();
+        Self::names().into_iter().filter(|known| known.split('-').take(2).any(|part| words.contains(&part))).collect()
     }
 
     /// Names of the profiles that ship with the program.
@@ -426,15 +436,15 @@ impl Profile {
 
     fn check_contention(&self) -> std::result::Result<(), String> {
         let (beside, cpus) = (self.contention.as_ref(), self.cpu_device.as_ref());
-        let shares = [
+        let fractions = [
             ("contention.matmul_under_copies", beside.map(|beside| &beside.matmul_under_copies)),
             ("contention.copies_under_adam", beside.map(|beside| &beside.copies_under_adam)),
             ("contention.adam_under_copies", beside.map(|beside| &beside.adam_under_copies)),
             ("cpu_device.matmul_under_adam", cpus.and_then(|cpus| cpus.matmul_under_adam.as_ref())),
             ("cpu_device.adam_under_matmul", cpus.and_then(|cpus| cpus.adam_under_matmul.as_ref())),
         ];
-        match shares.into_iter().find_map(|(field, share)| Some((field, share.filter(|share| share.value > 1.0)?.value))) {
-            Some((field, share)) => Err(format!("{field}: {share} is above 1")),
+        match fractions.into_iter().find_map(|(field, fraction)| Some((field, fraction.filter(|fraction| fraction.value > 1.0)?.value))) {
+            Some((field, fraction)) => Err(format!("{field}: {fraction} is above 1")),
             None => Ok(()),
         }
     }
@@ -699,6 +709,13 @@ mod tests {
     fn an_unknown_name_lists_the_known_names() {
         let error = Profile::load("tpu").unwrap_err();
         assert!(error.exit_code() == 2 && error.to_string().contains("h200-pcie5, gh200-96"), "{error}");
+        assert!(!error.to_string().contains("nearest"), "{error}");
+        for (name, nearest) in
+            [("h100", "h100-pcie, h100-x2"), ("NVIDIA H100 80GB HBM3", "h100-pcie, h100-x2"), ("GeForce RTX 4090", "rtx-4090")]
+        {
+            let error = Profile::load(name).unwrap_err().to_string();
+            assert!(error.ends_with(&format!("; nearest: {nearest}")), "{error}");
+        }
     }
 
     proptest! {

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 /// Rate of optimizer passes with bfloat16 moments relative to fp32 moments, in bytes per second. Stochastic rounding and narrowing take
 /// time that memory accesses do not hide. Three workloads on an H200's host had 0.91, 0.94 and 0.96
 /// (`paper-figures/results/h200-moments.jsonl`).
-const PACKED_SHARE: f64 = 0.93;
+const PACKED_FRACTION: f64 = 0.93;
 
 /// Assumed speedup of large FP8 products over bfloat16, for profiles without a measurement: the ratio that NVIDIA states for Hopper.
 const FP8_SPEEDUP: f64 = 1.75;
@@ -203,10 +203,10 @@ impl Rates {
     }
 
     fn with_sharing(self, cpus: &CpuDevice) -> Self {
-        let share = |measured: &Option<Number>, else_share| measured.as_ref().map_or(else_share, |share| share.value);
+        let fraction = |measured: &Option<Number>, otherwise| measured.as_ref().map_or(otherwise, |fraction| fraction.value);
         Self {
-            cpu_device_under_adam: share(&cpus.matmul_under_adam, self.cpu_device_under_adam),
-            adam_under_cpu_device: share(&cpus.adam_under_matmul, self.adam_under_cpu_device),
+            cpu_device_under_adam: fraction(&cpus.matmul_under_adam, self.cpu_device_under_adam),
+            adam_under_cpu_device: fraction(&cpus.adam_under_matmul, self.adam_under_cpu_device),
             ..self
         }
     }
@@ -308,14 +308,14 @@ impl Rates {
 
     /// A line about the assumed rate of expert products; `None` if it was measured.
     pub(crate) fn unknown_grouped(&self) -> Option<String> {
-        let text = |share: f64| {
+        let text = |fraction: f64| {
             format!(
                 "products of experts at {:.0} % of the rate of single ones, assumed: {} has no measured rate",
-                100.0 * share,
+                100.0 * fraction,
                 self.profile
             )
         };
-        self.grouped.assumed_share().map(text)
+        self.grouped.assumed_fraction().map(text)
     }
 
     /// Seconds of a copy of `bytes` to the host, without concurrent load.
@@ -334,8 +334,8 @@ impl Rates {
     /// the bottleneck. Profiles have the rate with fp32 moments.
     pub(crate) fn adam_bytes_per_s(&self, workers: usize, isa: Isa, moments: Moments) -> f64 {
         let curve = if isa == Isa::Scalar { &self.adam_scalar_bytes_per_s_by_threads } else { &self.adam_bytes_per_s_by_threads };
-        let share = if moments == Moments::Float32 { 1.0 } else { PACKED_SHARE };
-        curve.at(workers as f64) * share
+        let fraction = if moments == Moments::Float32 { 1.0 } else { PACKED_FRACTION };
+        curve.at(workers as f64) * fraction
     }
 }
 

@@ -89,8 +89,8 @@ enum Origin {
 impl SelectedProfile {
     /// A warning about a profile of this machine whose samples differ.
     pub(crate) fn unsteady(&self) -> Option<String> {
-        let what = self.profile.unsteady().filter(|_| matches!(self.origin, Origin::Measured(_)))?;
-        Some(format!("{what}: `superoffload probe --save`"))
+        let text = self.profile.unsteady().filter(|_| matches!(self.origin, Origin::Measured(_)))?;
+        Some(format!("{text}: `superoffload probe --save`"))
     }
 
     /// The profile for a run on `gpus` GPUs of `machine`. `hardware` is `auto`, the name of a shipped profile, or a file.
@@ -128,13 +128,13 @@ impl SelectedProfile {
     /// A line about assumed rates, if the profile has no rates for `gpus` GPUs together.
     pub(crate) fn unknown_together(&self, gpus: usize) -> Option<String> {
         let Profile { name, .. } = &self.profile;
-        let what = match self.profile.gpus() {
+        let text = match self.profile.gpus() {
             known if gpus == 1 || known == gpus => return None,
             1 => "has no rates for several GPUs; assumed: the optimizer is shared, links are not, GPUs copy as fast as links".into(),
             known => format!("has rates for {known} GPUs, which are assumed, with the optimizer shared by {gpus}"),
         };
         let remedy = format!("`superoffload probe --save --gpus {gpus}` measures them");
-        Some(format!("rates of {gpus} GPUs together: {name} {what}; {remedy}"))
+        Some(format!("rates of {gpus} GPUs together: {name} {text}; {remedy}"))
     }
 
     /// The profile of the most similar machine: with as many GPUs, else with more, else with the most. For an unknown GPU no profile of
@@ -168,12 +168,12 @@ impl fmt::Display for SelectedProfile {
             Origin::Named => write!(f, "{name}: {machine}"),
             Origin::Measured(file) => {
                 write!(f, "measured on this machine on {date} ({})", file.display())?;
-                self.unsteady().map_or(Ok(()), |what| write!(f, "; {what}"))
+                self.unsteady().map_or(Ok(()), |text| write!(f, "; {text}"))
             }
             Origin::Assumed { is_near, because } => {
                 let near = if *is_near { "the shipped profile closest to this machine" } else { "no shipped profile is close to this GPU" };
                 write!(f, "assumed, {name}: {near}; `superoffload probe --save` measures this machine")?;
-                because.as_ref().map_or(Ok(()), |why| write!(f, " ({why})"))
+                if let Some(why) = &because { write!(f, " ({why})") } else { Ok(()) }
             }
         }
     }

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_said() {
+    fn nonsense_is_an_error() {
         let message = |points: &[(f64, f64)]| Points(points.to_vec()).nonsense().unwrap_or_default();
         assert_eq!(message(&[(1.0, 2.0), (2.0, 1.0)]), "");
         assert!(message(&[]).contains("without points"));

@@ -4,11 +4,11 @@
 
 use super::cgroup::CgroupLimits;
 use super::cpu_list::CpuList;
+use super::machine_files::{MachineFiles, cpu_flags, cpu_model, numbered};
+pub(crate) use super::machine_parts::{Cache, Cpu, HugePages, NumaNode, PciGpu};
 use super::parse;
-use nix::sched::{CpuSet, sched_getaffinity};
-use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
-use nix::unistd::Pid;
-use std::fmt;
+pub(crate) use super::process::Process;
+pub(crate) use super::usable_cpus::UsableCpus;
 use std::fs;
 use std::path::Path;
 
@@ -59,49 +59,6 @@ pub struct Topology {
     pub(crate) pci_gpus: Vec<PciGpu>,
 }
 
-/// A GPU on the PCI bus.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct PciGpu {
-    /// `0000:0f:00.0`.
-    pub(crate) address: String,
-    /// The nearest memory node.
-    pub(crate) numa_node: Option<usize>,
-}
-
-/// A logical CPU. Cores and caches are identified by their lowest CPU.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Cpu {
-    pub id: usize,
-    /// Socket.
-    pub(crate) package: Option<u32>,
-    /// Physical core: CPUs with the same value are SMT siblings.
-    pub(crate) core: Option<usize>,
-    pub(crate) numa_node: Option<usize>,
-    /// Last-level cache of level 3.
-    pub(crate) l3: Option<usize>,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NumaNode {
-    pub id: usize,
-    /// CPUs next to this memory.
-    pub cpus: CpuList,
-    pub(crate) memory_bytes: Option<u64>,
-    /// Unused memory.
-    pub free_bytes: Option<u64>,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Cache {
-    /// Level 1, 2 or 3.
-    pub(crate) level: u32,
-    /// `Data`, `Instruction` or `Unified`.
-    pub kind: String,
-    pub bytes: Option<u64>,
-    /// CPUs that share it.
-    pub cpus: CpuList,
-}
-
 /// Memory of a control group that plans leave free. Thread stacks, the allocator, page tables and dirty pages are charged to the group,
 /// too, and the kernel kills the process at the limit.
 const GROUP_RESERVE_BYTES: u64 = 32 << 20;
@@ -109,63 +66,6 @@ const GROUP_RESERVE_BYTES: u64 = 32 << 20;
 /// Plans leave one part in this many of the machine's memory free. Page tables take 1/512 of a process's memory, and the kernel counts some
 /// used memory as available, such as the pages of libraries. A run with 0.4 of 252 GiB left was killed.
 const MACHINE_RESERVE: u64 = 128;
-
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct HugePages {
-    /// Size of one page.
-    pub page_bytes: u64,
-    /// Reserved.
-    pub total: Option<u64>,
-    /// Reserved and unused.
-    pub free: Option<u64>,
-}
-
-/// Facts that only system calls provide.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Process {
-    /// CPUs that the calling thread may run on.
-    pub(crate) affinity: Option<CpuList>,
-    /// Limit of locked memory (`RLIMIT_MEMLOCK`); `u64::MAX`: unlimited.
-    pub(crate) memlock_bytes: Option<u64>,
-    /// Bytes left by the limits of address space and data (`RLIMIT_AS`, `RLIMIT_DATA`); `None` if unlimited.
-    pub(crate) address_room_bytes: Option<u64>,
-    /// Resident memory of the process, which counts towards the limit of its control group.
-    pub rss_bytes: u64,
-}
-
-/// CPUs that this process can use, with the limits.
-#[derive(Clone, Debug, PartialEq)]
-pub struct UsableCpus {
-    /// CPUs of the affinity mask.
-    pub(crate) affinity: CpuList,
-    /// CPU time granted by the control groups, in units of one CPU.
-    pub(crate) quota: Option<f64>,
-    /// Number of online CPUs of the machine.
-    pub(crate) online: usize,
-}
-
-impl Process {
-    /// The calling thread's affinity and the process's limits.
-    pub fn current() -> Self {
-        let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let allowed = |set: CpuSet| (0..CpuSet::count()).filter(|&cpu| set.is_set(cpu) == Ok(true)).collect();
-        Self {
-            affinity: sched_getaffinity(Pid::from_raw(0)).ok().map(allowed),
-            memlock_bytes: getrlimit(Resource::RLIMIT_MEMLOCK).ok().map(|(soft, _hard)| soft),
-            address_room_bytes: address_room(&status),
-            rss_bytes: parse::meminfo_bytes(&status, "VmRSS").unwrap_or(0),
-        }
-    }
-}
-
-/// Computes [`Process::address_room_bytes`]. `status` is the text of `/proc/self/status`.
-fn address_room(status: &str) -> Option<u64> {
-    let room = |limit, used: &str| {
-        let (soft, _hard) = getrlimit(limit).ok().filter(|(soft, _hard)| *soft != RLIM_INFINITY)?;
-        Some(soft.saturating_sub(parse::meminfo_bytes(status, used).unwrap_or(0)))
-    };
-    [room(Resource::RLIMIT_AS, "VmSize"), room(Resource::RLIMIT_DATA, "VmData")].into_iter().flatten().min()
-}
 
 impl Topology {
     /// Facts of this machine for the calling thread. Call it before any thread is pinned.
@@ -175,7 +75,7 @@ impl Topology {
 
     /// Facts of the machine with its `proc`, `sys` and `dev` below `root`.
     pub fn read(root: &Path, process: Process) -> Self {
-        let tree = Tree(root);
+        let tree = MachineFiles(root);
         let cpuinfo = tree.text("proc/cpuinfo").unwrap_or_default();
         let meminfo = tree.text("proc/meminfo").unwrap_or_default();
         let numa_nodes = tree.numa_nodes();
@@ -235,11 +135,11 @@ impl Topology {
     pub(crate) fn memory_usable_bytes(&self) -> Option<u64> {
         let limit = self.cgroup.memory_bytes.as_ref().map(|limit| limit.value.saturating_sub(self.process.rss_bytes + GROUP_RESERVE_BYTES));
         // A GPU's memory may be a node of the machine. The kernel counts it as available, but it is not host memory.
-        let elsewhere: u64 = self.numa_nodes.iter().filter(|node| node.cpus.is_empty()).filter_map(|node| node.free_bytes).sum();
+        let without_cpus: u64 = self.numa_nodes.iter().filter(|node| node.cpus.is_empty()).filter_map(|node| node.free_bytes).sum();
         let reserve = self.memory_total_bytes.unwrap_or(0) / MACHINE_RESERVE;
         let available =
-            self.memory_available_bytes.or(self.memory_total_bytes).map(|bytes| bytes.saturating_sub(elsewhere.saturating_add(reserve)));
-        [available, limit, self.process.address_room_bytes].into_iter().flatten().min()
+            self.memory_available_bytes.or(self.memory_total_bytes).map(|bytes| bytes.saturating_sub(without_cpus.saturating_add(reserve)));
+        [available, limit, self.process.free_address_bytes].into_iter().flatten().min()
     }
 
     /// Free memory in pools of huge pages. No other allocation can use it, and it does not count as available.
@@ -269,174 +169,6 @@ impl Topology {
         values.sort_unstable();
         values.dedup();
         (!values.is_empty()).then_some(values.len())
-    }
-}
-
-impl UsableCpus {
-    /// Useful number of threads: the CPUs of the mask, at most the quota rounded up, and at least one.
-    pub fn count(&self) -> usize {
-        let quota = self.quota.map_or(usize::MAX, |quota| quota.ceil() as usize);
-        self.affinity.len().min(quota).max(1)
-    }
-}
-
-impl fmt::Display for UsableCpus {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} of {} CPUs (affinity {}, ", self.count(), self.online, self.affinity)?;
-        match self.quota {
-            Some(quota) => write!(f, "cgroup quota {quota:.1})"),
-            None => f.write_str("no cgroup quota)"),
-        }
-    }
-}
-
-/// The CPU name that the kernel prints. Arm kernels print numbers instead, which are mapped for known server cores.
-fn cpu_model(cpuinfo: &str) -> Option<String> {
-    if let Some(name) = parse::field(cpuinfo, "model name") {
-        return Some(name.to_owned());
-    }
-    let implementer = parse::field(cpuinfo, "CPU implementer")?;
-    let part = parse::field(cpuinfo, "CPU part")?;
-    let known = match (implementer, part) {
-        ("0x41", "0xd0c") => "Arm Neoverse N1",
-        ("0x41", "0xd40") => "Arm Neoverse V1",
-        ("0x41", "0xd49") => "Arm Neoverse N2",
-        ("0x41", "0xd4f") => "Arm Neoverse V2",
-        ("0x41", "0xd84") => "Arm Neoverse V3",
-        ("0x41", "0xd8e") => "Arm Neoverse N3",
-        _ => return Some(format!("implementer {implementer} part {part}")),
-    };
-    Some(known.to_owned())
-}
-
-fn cpu_flags(cpuinfo: &str) -> Vec<String> {
-    let flags = parse::field(cpuinfo, "flags").or_else(|| parse::field(cpuinfo, "Features"));
-    flags.unwrap_or_default().split_whitespace().map(str::to_owned).collect()
-}
-
-/// The numbers N in the names `prefixN`, ascending.
-fn numbered(names: &[String], prefix: &str) -> Vec<usize> {
-    let mut numbers: Vec<_> = names.iter().filter_map(|name| name.strip_prefix(prefix)?.parse().ok()).collect();
-    numbers.sort_unstable();
-    numbers
-}
-
-struct Tree<'a>(&'a Path);
-
-impl Tree<'_> {
-    fn text(&self, path: &str) -> Option<String> {
-        fs::read_to_string(self.0.join(path)).ok().map(|text| text.trim().to_owned())
-    }
-
-    fn number<T: std::str::FromStr>(&self, path: &str) -> Option<T> {
-        self.text(path)?.parse().ok()
-    }
-
-    fn cpu_list(&self, path: &str) -> Option<CpuList> {
-        CpuList::parse(&self.text(path)?)
-    }
-
-    /// Names in a directory, sorted.
-    fn names(&self, path: &str) -> Vec<String> {
-        let entries = fs::read_dir(self.0.join(path)).into_iter().flatten().flatten();
-        let mut names: Vec<_> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
-        names.sort();
-        names
-    }
-
-    fn cpus(&self, numa_nodes: &[NumaNode], caches: &[Cache]) -> Vec<Cpu> {
-        let online = self.cpu_list("sys/devices/system/cpu/online").unwrap_or_default();
-        let cpu = |id| {
-            let topology = format!("sys/devices/system/cpu/cpu{id}/topology");
-            let siblings = ["core_cpus_list", "thread_siblings_list"].iter().find_map(|file| self.cpu_list(&format!("{topology}/{file}")));
-            Cpu {
-                id,
-                package: self.number(&format!("{topology}/physical_package_id")),
-                core: siblings.and_then(|cpus| cpus.first()),
-                numa_node: numa_nodes.iter().find(|node| node.cpus.contains(id)).map(|node| node.id),
-                l3: caches.iter().find(|cache| cache.level == 3 && cache.cpus.contains(id)).and_then(|cache| cache.cpus.first()),
-            }
-        };
-        online.iter().map(cpu).collect()
-    }
-
-    fn numa_nodes(&self) -> Vec<NumaNode> {
-        let ids = numbered(&self.names("sys/devices/system/node"), "node");
-        let node = |id| {
-            let dir = format!("sys/devices/system/node/node{id}");
-            let meminfo = self.text(&format!("{dir}/meminfo")).unwrap_or_default();
-            let cpus = self.cpu_list(&format!("{dir}/cpulist")).unwrap_or_default();
-            let bytes = |key| parse::meminfo_bytes(&meminfo, key);
-            NumaNode { id, cpus, memory_bytes: bytes("MemTotal"), free_bytes: bytes("MemFree") }
-        };
-        ids.into_iter().map(node).collect()
-    }
-
-    fn caches(&self) -> Vec<Cache> {
-        let mut caches = Vec::new();
-        for cpu in numbered(&self.names("sys/devices/system/cpu"), "cpu") {
-            let dir = format!("sys/devices/system/cpu/cpu{cpu}/cache");
-            let indices = numbered(&self.names(&dir), "index");
-            caches.extend(indices.into_iter().filter_map(|index| self.cache(&format!("{dir}/index{index}"))));
-        }
-        caches.sort();
-        caches.dedup();
-        caches
-    }
-
-    fn cache(&self, dir: &str) -> Option<Cache> {
-        Some(Cache {
-            level: self.number(&format!("{dir}/level"))?,
-            kind: self.text(&format!("{dir}/type"))?,
-            bytes: self.text(&format!("{dir}/size")).and_then(|text| parse::size_bytes(&text)),
-            cpus: self.cpu_list(&format!("{dir}/shared_cpu_list"))?,
-        })
-    }
-
-    fn huge_pages(&self) -> Vec<HugePages> {
-        let pool = |name: &String| {
-            let page_bytes = parse::size_bytes(name.strip_prefix("hugepages-")?.strip_suffix('B')?.to_uppercase().as_str())?;
-            let count = |file: &str| self.number(&format!("sys/kernel/mm/hugepages/{name}/{file}"));
-            Some(HugePages { page_bytes, total: count("nr_hugepages"), free: count("free_hugepages") })
-        };
-        let mut pools: Vec<_> = self.names("sys/kernel/mm/hugepages").iter().filter_map(pool).collect();
-        pools.sort();
-        pools
-    }
-
-    /// The page size in the auxiliary vector of the process, which `sysconf` reports, too.
-    fn page_bytes(&self) -> Option<usize> {
-        const AT_PAGESZ: usize = 6;
-        parse::auxv(&fs::read(self.0.join("proc/self/auxv")).ok()?, AT_PAGESZ)
-    }
-
-    /// CPUs of the GPUs' interrupts. The directory of an interrupt has an entry named after its driver: `proc/irq/123/nvidia`.
-    fn gpu_interrupts(&self) -> CpuList {
-        let of_gpu = |irq: &usize| self.names(&format!("proc/irq/{irq}")).iter().any(|name| name.starts_with("nvidia"));
-        let irqs = numbered(&self.names("proc/irq"), "").into_iter().filter(of_gpu);
-        let served_by = irqs.filter_map(|irq| self.cpu_list(&format!("proc/irq/{irq}/effective_affinity_list")));
-        served_by.flat_map(|cpus| cpus.as_slice().to_vec()).collect()
-    }
-
-    /// NVIDIA's devices of the display class, which includes compute GPUs. A node of -1 means none.
-    fn pci_gpus(&self) -> Vec<PciGpu> {
-        let gpu = |address: &String| {
-            let fact = |file: &str| self.text(&format!("sys/bus/pci/devices/{address}/{file}"));
-            let is_gpu = fact("vendor")? == "0x10de" && fact("class")?.starts_with("0x03");
-            is_gpu.then(|| PciGpu { numa_node: fact("numa_node").and_then(|node| node.parse().ok()), address: address.clone() })
-        };
-        self.names("sys/bus/pci/devices").iter().filter_map(gpu).collect()
-    }
-
-    fn allowed_nodes(&self) -> Option<CpuList> {
-        CpuList::parse(parse::field(&self.text("proc/self/status")?, "Mems_allowed_list")?)
-    }
-
-    fn ipc_lock(&self) -> Option<bool> {
-        const CAP_IPC_LOCK: u64 = 1 << 14;
-        let status = self.text("proc/self/status")?;
-        let effective = u64::from_str_radix(parse::field(&status, "CapEff")?, 16).ok()?;
-        Some(effective & CAP_IPC_LOCK != 0)
     }
 }
 
@@ -645,7 +377,7 @@ pub(crate) mod tests {
 
     #[test]
     fn memory_is_bounded_by_the_limits_of_the_process() {
-        let process = Process { address_room_bytes: Some(3 << 20), ..Process::default() };
+        let process = Process { free_address_bytes: Some(3 << 20), ..Process::default() };
         assert_eq!(Topology::read(two_sockets().path(), process).memory_usable_bytes(), Some(3 << 20));
     }
 

@@ -4,8 +4,8 @@
 //! test orders them, so loom reads a stale value if an ordering is missing.
 
 use super::doorbell::Doorbell;
-use super::homes::WorkerNodes;
 use super::pool::{Call, Threads};
+use super::worker_nodes::WorkerNodes;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::thread;
 use std::sync::Arc;

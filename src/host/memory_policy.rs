@@ -3,8 +3,8 @@
 use crate::error::{Error, Result};
 use crate::hardware::cpu_list::CpuList;
 use crate::hardware::topology::{HugePages, Topology};
-use crate::host::homes::WorkerNodes;
-use crate::host::room;
+use crate::host::free_memory;
+use crate::host::worker_nodes::WorkerNodes;
 use crate::units::Bytes;
 use clap::ValueEnum;
 use std::ops::Range;
@@ -113,7 +113,7 @@ impl MemoryPolicy {
     }
 
     /// The memory nodes of the workers; there is one worker for each toucher.
-    pub fn homes(&self) -> WorkerNodes {
+    pub fn worker_nodes(&self) -> WorkerNodes {
         WorkerNodes { nodes: self.nodes.len().max(1), of_worker: self.touchers.iter().map(|toucher| toucher.node).collect() }
     }
 
@@ -150,18 +150,18 @@ impl MemoryPolicy {
 
     /// The ranges of `parts` that each toucher faults in: an equal share of every part of its node, divided at multiples of `grain`. All
     /// touchers share the parts of a node without touchers.
-    pub(super) fn shares(&self, parts: &[(Range<usize>, usize)], grain: usize) -> Vec<Vec<Range<usize>>> {
-        let mut shares = vec![Vec::new(); self.touchers.len()];
+    pub(super) fn ranges_by_thread(&self, parts: &[(Range<usize>, usize)], grain: usize) -> Vec<Vec<Range<usize>>> {
+        let mut ranges_by_thread = vec![Vec::new(); self.touchers.len()];
         for (range, node) in parts {
             let on_node = |i: &usize| self.touchers[*i].node == *node;
             let everyone = 0..self.touchers.len();
             let writers: Vec<_> =
                 if everyone.clone().any(|i| on_node(&i)) { everyone.filter(on_node).collect() } else { everyone.collect() };
-            let share = range.len().div_ceil(writers.len().max(1)).next_multiple_of(grain);
-            let starts = range.clone().step_by(share);
-            writers.into_iter().zip(starts).for_each(|(i, start)| shares[i].push(start..range.end.min(start + share)));
+            let part_len = range.len().div_ceil(writers.len().max(1)).next_multiple_of(grain);
+            let starts = range.clone().step_by(part_len);
+            writers.into_iter().zip(starts).for_each(|(i, start)| ranges_by_thread[i].push(start..range.end.min(start + part_len)));
         }
-        shares
+        ranges_by_thread
     }
 }
 
@@ -196,7 +196,7 @@ fn reserved(topology: &Topology, first_node: Option<usize>) -> Result<Vec<usize>
     if sizes.is_empty() {
         let pools = &topology.huge_pages;
         let pool = pools.iter().find(|pool| pool.page_bytes >= WORTH_BYTES).or(pools.first());
-        let how = |pool: &HugePages| format!("none are reserved: echo N > {}", room::pool_size(first_node, pool.page_bytes));
+        let how = |pool: &HugePages| format!("none are reserved: echo N > {}", free_memory::pool_size(first_node, pool.page_bytes));
         let cause = pool.map_or("this kernel has none".into(), how);
         return Err(Error::resource("use --huge-pages explicit", cause));
     }
@@ -259,15 +259,15 @@ mod tests {
     fn every_thread_touches_its_share_of_its_node() {
         let touchers = [0, 1, 0].map(|node| Toucher { cpu: None, node }).to_vec();
         let policy = MemoryPolicy { nodes: vec![0, 1], touchers, ..MemoryPolicy::default() };
-        let shares = |policy: &MemoryPolicy, parts: &[(Range<usize>, usize)], grain| -> Vec<(usize, usize, usize)> {
-            let shares = policy.shares(parts, grain).into_iter().enumerate();
-            shares.flat_map(|(i, ranges)| ranges.into_iter().map(move |range| (i, range.start, range.end))).collect()
+        let ranges_by_thread = |policy: &MemoryPolicy, parts: &[(Range<usize>, usize)], grain| -> Vec<(usize, usize, usize)> {
+            let ranges_by_thread = policy.ranges_by_thread(parts, grain).into_iter().enumerate();
+            ranges_by_thread.flat_map(|(i, ranges)| ranges.into_iter().map(move |range| (i, range.start, range.end))).collect()
         };
         let parts = [(0..100, 0), (100..200, 1), (200..210, 0)];
-        assert_eq!(shares(&policy, &parts, 10), [(0, 0, 50), (0, 200, 210), (1, 100, 200), (2, 50, 100)]);
+        assert_eq!(ranges_by_thread(&policy, &parts, 10), [(0, 0, 50), (0, 200, 210), (1, 100, 200), (2, 50, 100)]);
         let alone = MemoryPolicy { touchers: vec![Toucher { cpu: None, node: 1 }], ..policy };
-        assert_eq!(shares(&alone, &parts[..1], 30), [(0, 0, 100)]);
-        assert!(MemoryPolicy::default().shares(&[(0..100, 0)], 10).is_empty());
+        assert_eq!(ranges_by_thread(&alone, &parts[..1], 30), [(0, 0, 100)]);
+        assert!(MemoryPolicy::default().ranges_by_thread(&[(0..100, 0)], 10).is_empty());
     }
 
     proptest! {

@@ -43,9 +43,13 @@ impl MemoryReport {
         let (smaps, numa_maps) = (read("proc/self/smaps"), read("proc/self/numa_maps"));
         let areas: Vec<_> = areas(&smaps).into_iter().filter(|area| area.is_part_of(addresses)).collect();
         let (mut pages, mut nodes) = (BTreeMap::new(), BTreeMap::new());
-        areas.iter().flat_map(|area| area.pages(thp_bytes)).for_each(|(size, bytes)| add(&mut pages, size, bytes));
-        let ours = |line: &&str| first_address(line).is_some_and(|at| areas.iter().any(|area| area.addresses.start == at));
-        numa_maps.lines().filter(ours).flat_map(bytes_on_nodes).for_each(|(node, bytes)| add(&mut nodes, node, bytes));
+        for (size, bytes) in areas.iter().flat_map(|area| area.pages(thp_bytes)) {
+            add(&mut pages, size, bytes);
+        }
+        let own_pages = |line: &&str| first_address(line).is_some_and(|at| areas.iter().any(|area| area.addresses.start == at));
+        for (node, bytes) in numa_maps.lines().filter(own_pages).flat_map(bytes_on_nodes) {
+            add(&mut nodes, node, bytes);
+        }
         Self {
             bytes: addresses.iter().map(|range| range.len() as u64).sum(),
             pages: pages.into_iter().rev().filter(|p| p.1 > 0).map(|(page_bytes, bytes)| PageBytes { page_bytes, bytes }).collect(),

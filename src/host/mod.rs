@@ -2,8 +2,8 @@
 
 pub(crate) mod affinity;
 pub(crate) mod doorbell;
+mod free_memory;
 pub(crate) mod heartbeats;
-pub(crate) mod homes;
 #[cfg(all(loom, test))]
 mod interleavings;
 pub(crate) mod memory_policy;
@@ -15,5 +15,5 @@ pub(crate) mod perf;
 pub(crate) mod pinned;
 pub(crate) mod pool;
 pub(crate) mod resctrl_group;
-mod room;
 pub(crate) mod wakeup;
+pub(crate) mod worker_nodes;

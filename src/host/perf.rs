@@ -4,6 +4,7 @@
 //! Cycles that a worker spends spinning for its next job are included.
 
 use crate::error::{Error, Result};
+use crate::units::counted;
 use perf_event::events::{Cache, CacheOp, CacheResult, Event, Hardware, Software, WhichCache};
 use perf_event::{Builder, Counter};
 use std::collections::BTreeMap;
@@ -53,14 +54,16 @@ impl WorkerCounters {
     }
 
     /// Starts counting on the calling thread.
-    pub(crate) fn here() -> Self {
+    pub(crate) fn of_this_thread() -> Self {
         Self::on(vec![0])
     }
 
     fn on(threads: Vec<i32>) -> Self {
         let mut counters = Self { threads: threads.len(), counters: Vec::new(), missing: BTreeMap::new() };
         for thread in threads {
-            EVENTS.iter().for_each(|(name, event)| counters.add(name, event, thread));
+            for (name, event) in &EVENTS {
+                counters.add(name, event, thread);
+            }
         }
         counters
     }
@@ -85,8 +88,8 @@ impl WorkerCounters {
         let mut counts = BTreeMap::new();
         for (name, counter) in &mut self.counters {
             let read = counter.read_count_and_time().map_err(|e| Error::resource(format!("read the counter of {name}"), e))?;
-            let share = if read.time_running == 0 { 0.0 } else { read.time_enabled as f64 / read.time_running as f64 };
-            *counts.entry(*name).or_default() += (read.count as f64 * share) as u64;
+            let scale = if read.time_running == 0 { 0.0 } else { read.time_enabled as f64 / read.time_running as f64 };
+            *counts.entry(*name).or_default() += (read.count as f64 * scale) as u64;
         }
         let missing = self.missing.iter().map(|(cause, names)| format!("{}: {cause}", names.join(", "))).collect();
         Ok(WorkerCounts { threads: self.threads, counts, missing })
@@ -126,7 +129,7 @@ impl WorkerCounts {
 impl fmt::Display for WorkerCounts {
     /// For example `15 threads: cycles 1.2e12, instructions 9.1e11 (0.76 a cycle), ...; not counted: ...`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} threads", self.threads)?;
+        f.write_str(&counted(self.threads, "thread"))?;
         let number = |count: u64| if count < 100_000 { count.to_string() } else { format!("{:.3e}", count as f64) };
         let known = EVENTS.iter().filter_map(|(name, _)| Some((*name, *self.counts.get(name)?)));
         for (index, (name, count)) in known.enumerate() {
@@ -186,7 +189,7 @@ mod tests {
         let expected = "2 threads: cycles 2.000e6, instructions 3.000e6, page faults 7; 1.50 instructions a cycle; \
             not counted: llc_read_misses: not here";
         assert_eq!(text, expected);
-        let here = WorkerCounters::here().read().unwrap();
-        assert!(!here.availability().is_empty());
+        let of_this_thread = WorkerCounters::of_this_thread().read().unwrap();
+        assert!(!of_this_thread.availability().is_empty());
     }
 }

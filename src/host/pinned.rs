@@ -3,10 +3,10 @@
 #![allow(unsafe_code)]
 
 use super::affinity::pin_current;
+use super::free_memory::{self, Pages};
 use super::memory_policy::{MemoryPolicy, PageSizes};
 use super::memory_report::MemoryReport;
 use super::pages::{Mapping, base_page_bytes};
-use super::room::{self, Pages};
 use crate::error::{Error, Result};
 use crate::hardware::cpu_list::CpuList;
 use crate::units::Bytes;
@@ -145,7 +145,7 @@ impl HostMemory {
         let whole = block.addresses().len();
         let parts = self.policy.parts(whole, period_bytes, page_bytes);
         if self.bind(&block, &parts) {
-            self.check_room(name, &parts, page_bytes)?;
+            self.check_free_bytes(name, &parts, page_bytes)?;
         }
         self.fault_in(name, &block, &parts, page_bytes)?;
         Ok(self.keep(block, name, bytes, page_bytes, None))
@@ -285,13 +285,15 @@ impl HostMemory {
         if parts.len() == 1 { nodes } else { &nodes[node..=node] }
     }
 
-    fn check_room(&self, name: &str, parts: &[(Range<usize>, usize)], page_bytes: usize) -> Result<()> {
+    fn check_free_bytes(&self, name: &str, parts: &[(Range<usize>, usize)], page_bytes: usize) -> Result<()> {
         let mut needs: BTreeMap<&[usize], u64> = BTreeMap::new();
-        parts.iter().for_each(|(range, node)| *needs.entry(self.nodes_of(parts, *node)).or_default() += range.len() as u64);
+        for (range, node) in parts {
+            *needs.entry(self.nodes_of(parts, *node)).or_default() += range.len() as u64;
+        }
         let pages = if page_bytes == base_page_bytes() { Pages::Any } else { Pages::Reserved(page_bytes) };
         let bytes = parts.iter().map(|(range, _)| range.len() as u64).sum();
         let failed = |cause: String| Error::resource(format!("bind {} of host memory for {name}", Bytes(bytes)), cause);
-        needs.into_iter().try_for_each(|(nodes, bytes)| room::check(&self.root, nodes, pages, bytes)).map_err(failed)
+        needs.into_iter().try_for_each(|(nodes, bytes)| free_memory::check(&self.root, nodes, pages, bytes)).map_err(failed)
     }
 
     fn refuse(&mut self, refusal: String) {
@@ -314,10 +316,12 @@ impl HostMemory {
             }
             Ok(())
         };
-        let shares = self.policy.shares(parts, align.max(page_bytes));
-        let busy: Vec<_> = shares.into_iter().zip(&self.policy.touchers).filter(|(ranges, _)| !ranges.is_empty()).collect();
+        let ranges_by_thread = self.policy.ranges_by_thread(parts, align.max(page_bytes));
+        let busy: Vec<_> = ranges_by_thread.into_iter().zip(&self.policy.touchers).filter(|(ranges, _)| !ranges.is_empty()).collect();
         in_threads(busy, |(ranges, toucher)| {
-            toucher.cpu.map_or(Ok(()), |cpu| pin_current("touch", &CpuList::from_iter([cpu])))?;
+            if let Some(cpu) = toucher.cpu {
+                pin_current("touch", &CpuList::from_iter([cpu]))?;
+            }
             ranges.into_iter().try_for_each(populate)
         })
     }

@@ -12,7 +12,7 @@
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
 use crate::host::heartbeats::Heartbeats;
-use crate::host::homes::WorkerNodes;
+use crate::host::worker_nodes::WorkerNodes;
 use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{UnsafeCell, mpsc};
@@ -112,10 +112,10 @@ unsafe impl<J: Send + Sync> Sync for PoolShared<J> {}
 struct Taken(AtomicUsize);
 
 impl<J: Job> PoolShared<J> {
-    /// Runs pieces until all are taken, those of the node `home` first.
-    fn work_on(&self, job: &J, worker: usize, home: usize) {
+    /// Runs pieces until all are taken, those of the node `node` first.
+    fn work_on(&self, job: &J, worker: usize, node: usize) {
         let (nodes, pieces) = (self.taken.len(), job.pieces());
-        for node in (home..nodes).chain(0..home) {
+        for node in (node..nodes).chain(0..node) {
             let (start, end) = (pieces * node / nodes, pieces * (node + 1) / nodes);
             let taken = std::iter::repeat_with(|| start + self.taken[node].0.fetch_add(1, Ordering::Relaxed));
             taken.take_while(|&piece| piece < end).for_each(|piece| {
@@ -131,14 +131,14 @@ impl<J: Job> PoolShared<J> {
 const STOP: u64 = u64::MAX;
 
 impl<J: Job> Threads<J> {
-    /// Starts `workers` threads with memory nodes `homes`. `on_start(worker)` runs first on each thread (naming, pinning); `driver` is rung
-    /// when a job ends.
+    /// Starts `workers` threads with memory nodes `worker_nodes`. `on_start(worker)` runs first on each thread (naming, pinning); `driver`
+    /// is rung when a job ends.
     ///
     /// # Errors
     /// `Resource` when a thread cannot start or `on_start` fails.
     pub fn start(
         workers: usize,
-        homes: WorkerNodes,
+        worker_nodes: WorkerNodes,
         driver: Arc<Doorbell>,
         trace_spans: usize,
         on_start: impl Fn(usize) -> Result<()> + Send + Clone + 'static,
@@ -148,18 +148,18 @@ impl<J: Job> Threads<J> {
         let (generation, remaining) = (AtomicU64::new(0), AtomicUsize::new(0));
         let failed = AtomicBool::new(false);
         let (published_ns, busy_ns) = (AtomicU64::new(0), AtomicU64::new(0));
-        let (job, taken) = (UnsafeCell::new(None), (0..homes.nodes).map(|_| Taken::default()).collect());
+        let (job, taken) = (UnsafeCell::new(None), (0..worker_nodes.nodes).map(|_| Taken::default()).collect());
         let heartbeats = Arc::new(Heartbeats::new(workers));
         let shared = Arc::new(PoolShared { job, generation, taken, remaining, published_ns, busy_ns, failed, bells, driver, heartbeats });
         let mut pool = Self { shared, handles: Vec::with_capacity(workers), published: 0 };
         let (started, outcome) = mpsc::channel();
         for worker in 0..workers {
             let (shared, started, on_start) = (pool.shared.clone(), started.clone(), on_start.clone());
-            let home = homes.of_worker.get(worker).map_or(0, |&node| node % homes.nodes);
+            let node = worker_nodes.of_worker.get(worker).map_or(0, |&node| node % worker_nodes.nodes);
             let body = move || {
                 let _ = started.send(on_start(worker));
                 drop(started);
-                work(&shared, worker, home, Recorder::new(format!("adam-{worker:02}"), trace_spans))
+                work(&shared, worker, node, Recorder::new(format!("adam-{worker:02}"), trace_spans))
             };
             let spawned = thread::Builder::new().name(format!("adam-{worker:02}")).spawn(body);
             pool.handles.push(spawned.map_err(|e| Error::resource(format!("start optimizer worker {worker}"), e))?);
@@ -244,7 +244,7 @@ impl<J: Job> Drop for WorkerPanic<'_, J> {
     }
 }
 
-fn work<J: Job>(shared: &PoolShared<J>, worker: usize, home: usize, mut recorder: Recorder) -> Recorder {
+fn work<J: Job>(shared: &PoolShared<J>, worker: usize, node: usize, mut recorder: Recorder) -> Recorder {
     let _guard = WorkerPanic(shared);
     let mut seen = 0;
     loop {
@@ -257,7 +257,7 @@ fn work<J: Job>(shared: &PoolShared<J>, worker: usize, home: usize, mut recorder
             // SAFETY: published before `generation`; the driver does not write until this worker has decremented `remaining`.
             let Some(job) = (unsafe { &*job }) else { return };
             let (start, (name, index)) = (now_ns(), job.label());
-            shared.work_on(job, worker, home);
+            shared.work_on(job, worker, node);
             recorder.span(name, index, start);
         });
         // Read before the decrement: once the count is zero the driver may publish the next job.
@@ -298,8 +298,8 @@ mod tests {
     #[test]
     fn a_worker_does_the_pieces_of_its_own_node_first() {
         let (bell, places) = (Arc::new(Doorbell::default()), Arc::<[AtomicU32; 4]>::default());
-        let homes = WorkerNodes { nodes: 2, of_worker: vec![1, 0] };
-        let mut pool = Threads::start(2, homes, bell.clone(), 0, |_| Ok(())).unwrap();
+        let worker_nodes = WorkerNodes { nodes: 2, of_worker: vec![1, 0] };
+        let mut pool = Threads::start(2, worker_nodes, bell.clone(), 0, |_| Ok(())).unwrap();
         let seen = places.clone();
         let run = move |piece: usize| {
             let worker = std::thread::current().name().unwrap().ends_with("01");

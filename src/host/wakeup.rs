@@ -2,9 +2,10 @@
 
 use super::affinity::{CpuPlacement, name_and_pin};
 use super::doorbell::Doorbell;
-use super::homes::WorkerNodes;
 use super::pool::{Call, Threads};
+use super::worker_nodes::WorkerNodes;
 use crate::error::Result;
+use crate::units::counted;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -77,7 +78,7 @@ impl fmt::Display for Latency {
 
 impl fmt::Display for WakeUp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} spinning, {} parked, {} workers", self.spinning, self.parked, self.workers)
+        write!(f, "{} spinning, {} parked, {}", self.spinning, self.parked, counted(self.workers, "worker"))
     }
 }
 

@@ -26,7 +26,7 @@ impl HubCache {
     /// Finds the cache from the environment: `HF_HUB_CACHE`, else `HF_HOME`, else the user's cache directory. `None` if no variable names a
     /// home.
     pub(super) fn of(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Option<Self> {
-        let beside = || home(variable).map(|home| home.join("hub"));
+        let beside = || home_dir(variable).map(|home_dir| home_dir.join("hub"));
         let root = variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE")).or_else(beside);
         root.map(|root| Self { root })
     }
@@ -64,8 +64,8 @@ impl Snapshot {
 }
 
 /// The home directory of Hugging Face's programs.
-pub(super) fn home(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
-    let cache = || variable("XDG_CACHE_HOME").or_else(|| variable("HOME").map(|home| home.join(".cache")));
+pub(super) fn home_dir(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
+    let cache = || variable("XDG_CACHE_HOME").or_else(|| variable("HOME").map(|home_dir| home_dir.join(".cache")));
     variable("HF_HOME").or_else(|| cache().map(|cache| cache.join("huggingface")))
 }
 

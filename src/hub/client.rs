@@ -214,16 +214,16 @@ fn origin(url: &str) -> Option<String> {
 
 fn next_url(url: &str, answer: &HubAnswer) -> std::result::Result<String, String> {
     let location = answer.headers().get("Location").and_then(|location| location.to_str().ok()).unwrap_or_default();
-    let here = origin(url).unwrap_or_default();
+    let origin_of_request = origin(url).unwrap_or_default();
     let next = match location {
-        _ if location.starts_with("//") => format!("{}:{location}", here.split(':').next().unwrap_or_default()),
-        _ if location.starts_with('/') => format!("{here}{location}"),
+        _ if location.starts_with("//") => format!("{}:{location}", origin_of_request.split(':').next().unwrap_or_default()),
+        _ if location.starts_with('/') => format!("{origin_of_request}{location}"),
         _ => location.into(),
     };
     match origin(&next) {
         None => Err("redirected to an invalid address".into()),
-        Some(there) if here.starts_with("https:") && there.starts_with("http:") => {
-            Err(format!("redirected to {there}, without encryption"))
+        Some(location) if origin_of_request.starts_with("https:") && location.starts_with("http:") => {
+            Err(format!("redirected to {location}, without encryption"))
         }
         Some(_) => Ok(next),
     }
@@ -234,7 +234,7 @@ fn token(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Option<String>> {
     if let Some(token) = variable("HF_TOKEN").or_else(|| variable("HUGGING_FACE_HUB_TOKEN")) {
         return Ok(Some(trimmed(token.to_string_lossy().into())));
     }
-    let file = variable("HF_TOKEN_PATH").or_else(|| super::cache::home(variable).map(|home| home.join("token")));
+    let file = variable("HF_TOKEN_PATH").or_else(|| super::cache::home_dir(variable).map(|home_dir| home_dir.join("token")));
     let Some(file) = file.filter(|file| file.exists()) else { return Ok(None) };
     disk::read_small_text(&file, TOKEN_BYTES_MAX).map(|text| Some(trimmed(text)))
 }

@@ -3,7 +3,7 @@
 
 use super::cache::{HubCache, SNAPSHOTS, folder, is_commit};
 use super::client::{ATTEMPTS, HttpFailure, HubClient, file_path, listing_path};
-use super::fetch::{Fetcher, NAP, go_on, interrupted, sleep};
+use super::fetch::{Fetcher, NAP, check_stop, interrupted, sleep};
 use super::listing::{HubListing, RemoteFile};
 use super::name::{HubName, RepoKind};
 use super::parts::FileInParts;
@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::model_dir::CONFIG;
 use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
-use crate::units::Bytes;
+use crate::units::{Bytes, counted};
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -102,12 +102,12 @@ impl Download<'_> {
         let (client, path, (answer, come)) = (client.clone(), path.to_owned(), mpsc::channel());
         let failed = |cause: &dyn fmt::Display| Error::resource("start a thread for the list of files", cause);
         // The receiver is gone after an interruption.
-        let ask = move || drop(answer.send(client.get_bytes(&path, LISTING_BYTES_MAX)));
-        thread::Builder::new().spawn(ask).map_err(|e| failed(&e))?;
+        let get_listing = move || drop(answer.send(client.get_bytes(&path, LISTING_BYTES_MAX)));
+        thread::Builder::new().spawn(get_listing).map_err(|e| failed(&e))?;
         loop {
             match come.recv_timeout(NAP) {
                 Ok(answer) => return Ok(answer),
-                Err(RecvTimeoutError::Timeout) => go_on(self.stop)?,
+                Err(RecvTimeoutError::Timeout) => check_stop(self.stop)?,
                 Err(e) => return Err(failed(&e)),
             }
         }
@@ -118,9 +118,9 @@ impl Download<'_> {
         let (all, into) = (files.iter().map(|file| file.bytes).sum(), &fetcher.blobs);
         let in_parts = |file: &RemoteFile| FileInParts::new(file.clone(), file_path(name, commit, &file.name), large_bytes);
         let queue = Arc::new(DownloadQueue::new(files.iter().map(in_parts).collect()));
-        expect_room(into, &queue.files)?;
-        let what = format!("{} files of {} into {}", files.len(), Bytes(all), into.path().display());
-        emit(ProgressEvent::Note(&format!("downloading {name} at commit {commit}: {what}")));
+        expect_free_bytes(into, &queue.files)?;
+        let activity = format!("{} of {} into {}", counted(files.len(), "file"), Bytes(all), into.path().display());
+        emit(ProgressEvent::Note(&format!("downloading {name} at commit {commit}: {activity}")));
         let spawn = |_| {
             let (queue, fetcher) = (queue.clone(), fetcher.clone());
             thread::Builder::new().spawn(move || queue.work(&fetcher)).map_err(|e| Error::resource("start a thread that downloads", e))
@@ -135,8 +135,10 @@ impl Download<'_> {
             thread::sleep(PROGRESS_INTERVAL);
             is_done = threads.iter().all(JoinHandle::is_finished);
             let messages = std::mem::take(&mut *fetcher.messages.lock().unwrap_or_else(PoisonError::into_inner));
-            messages.iter().for_each(|line| emit(ProgressEvent::Note(line)));
-            emit(ProgressEvent::Progress { what: "downloading", done: queue.here(), all });
+            for line in &messages {
+                emit(ProgressEvent::Note(line));
+            }
+            emit(ProgressEvent::Progress { activity: "downloading", done: queue.received(), all });
         }
         threads.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     }
@@ -149,8 +151,8 @@ impl DownloadQueue {
     }
 
     /// Number of bytes that are on disk.
-    fn here(&self) -> u64 {
-        self.files.iter().map(FileInParts::here).sum()
+    fn received(&self) -> u64 {
+        self.files.iter().map(FileInParts::received).sum()
     }
 
     /// Downloads parts until none is left. A failure empties the queue for all threads.
@@ -163,7 +165,7 @@ impl DownloadQueue {
 }
 
 /// Checks that the disk has room for all missing bytes.
-fn expect_room(blobs: &Dir, files: &[FileInParts]) -> Result<()> {
+fn expect_free_bytes(blobs: &Dir, files: &[FileInParts]) -> Result<()> {
     let held = |name: &str| Ok::<_, Error>(blobs.kind(name)?.map_or(0, |kind| if let FileKind::File(bytes) = kind { bytes } else { 0 }));
     let missing = |whole: &FileInParts| {
         let parts = (0..whole.parts().len()).map(|part| held(&whole.name(part))).sum::<Result<u64>>()?;

@@ -55,7 +55,7 @@ struct Case {
     large_bytes: u64,
     patience: WaitLimits,
     name: HubName,
-    said: Mutex<String>,
+    notes: Mutex<String>,
     /// Progress: bytes done in the last report, the most bytes done in any report, and bytes in total.
     output: Mutex<[u64; 3]>,
 }
@@ -70,7 +70,7 @@ impl Case {
             large_bytes: LARGE_BYTES,
             patience: WaitLimits { silence: SILENCE_MAX, answer: ANSWER_MAX, ..WaitLimits::default() },
             name,
-            said: Mutex::default(),
+            notes: Mutex::default(),
             output: Mutex::default(),
         }
     }
@@ -101,7 +101,7 @@ impl Case {
             with_weights: self.with_weights,
             stop: &self.stop,
             emit: &mut |event| match event {
-                ProgressEvent::Note(line) => *self.said.lock().unwrap() += &format!("{line}\n"),
+                ProgressEvent::Note(line) => *self.notes.lock().unwrap() += &format!("{line}\n"),
                 ProgressEvent::Progress { done, all, .. } => {
                     let mut output = self.output.lock().unwrap();
                     *output = [done, output[1].max(done), all];
@@ -205,7 +205,7 @@ fn a_large_file_comes_in_four_ranges() {
     let case = Case::in_parts();
     let received = case.good(|received, _| repo().answer(received));
     assert_eq!(ranges(&received), QUARTERS);
-    assert!(!case.said.lock().unwrap().contains("one stream"), "{}", case.said.lock().unwrap());
+    assert!(!case.notes.lock().unwrap().contains("one stream"), "{}", case.notes.lock().unwrap());
     // Each part takes as many requests as needed.
     assert_eq!(Case::in_parts().good(but(|_, reply, _| reply.cut(70_000))).len(), 16);
     let just = Case { large_bytes: 900_001, ..Case::new() };
@@ -252,15 +252,15 @@ fn a_hub_without_ranges_sends_a_large_file_as_one_with_a_message() {
     let case = Case::in_parts();
     case.good(but(move |_, _, _| whole()));
     assert!(
-        case.said.lock().unwrap().ends_with("model.safetensors is downloaded in one stream: the server does not support ranges\n"),
+        case.notes.lock().unwrap().ends_with("model.safetensors is downloaded in one stream: the server does not support ranges\n"),
         "{}",
-        case.said.lock().unwrap()
+        case.notes.lock().unwrap()
     );
     // The hub stops supporting ranges midway, when other parts may be on disk already.
     for part in QUARTERS {
         let case = Case::in_parts();
         case.good(but(move |received, reply, _| if received.range.as_deref() == Some(part) { whole() } else { reply }));
-        assert_eq!(case.said.lock().unwrap().matches("in one stream").count(), 1);
+        assert_eq!(case.notes.lock().unwrap().matches("in one stream").count(), 1);
     }
 }
 
@@ -322,17 +322,17 @@ fn wrong_bytes_and_lengths_are_refused() {
 
 #[test]
 fn a_token_goes_to_the_hub_only() {
-    let elsewhere = HubServer::start(|received, _| {
+    let storage = HubServer::start(|received, _| {
         repo().answer(&ReceivedRequest { path: format!("/org/tiny/resolve/{COMMIT}/{WEIGHTS}"), ..received.clone() })
     });
-    let place = format!("{}/signed?{WEIGHTS}", elsewhere.endpoint());
+    let place = format!("{}/signed?{WEIGHTS}", storage.endpoint());
     let received = Case::new().good(but(move |received, _, _| match received.path.as_str() {
         path if path.starts_with("/moved") => Reply::redirect(&place),
         _ => Reply::redirect(&format!("/moved/{WEIGHTS}")),
     }));
     assert!(received.len() == 2 && received.iter().all(|received| received.authorization.is_some()), "{received:?}");
-    let there = elsewhere.received();
-    assert!(there.len() == 1 && there[0].authorization.is_none(), "{there:?}");
+    let requests = storage.received();
+    assert!(requests.len() == 1 && requests[0].authorization.is_none(), "{requests:?}");
     for (to, cause) in
         [("ftp://x/y", "an invalid address"), ("", "an invalid address"), (&format!("/{WEIGHTS}"), "more than 8 redirections")]
     {
@@ -413,7 +413,7 @@ fn a_requested_commit_is_the_downloaded_one() {
 }
 
 #[test]
-fn refusals_say_what_helps() {
+fn refusals_name_the_remedy() {
     for (status, words) in [
         (401, "accept the licence on the page of the repository, then set HF_TOKEN"),
         (403, "status 403, and the token that is set has no access"),

@@ -148,7 +148,7 @@ impl Fetcher {
     fn each_block(&self, name: &str, mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let (Some(mut file), mut block) = (self.blobs.open_file(name)?, vec![0; BLOCK_BYTES]) else { return Ok(()) };
         loop {
-            self.go_on()?;
+            self.check_stop()?;
             match file.read(&mut block).map_err(|e| Error::io("read", self.blobs.join(name), e))? {
                 0 => return Ok(()),
                 read => each(&block[..read])?,
@@ -165,8 +165,8 @@ impl Fetcher {
         Error::resource(format_args!("download {} from {}", file.name, self.client.endpoint()), cause)
     }
 
-    fn go_on(&self) -> Result<()> {
-        go_on(&self.stop)
+    fn check_stop(&self) -> Result<()> {
+        check_stop(&self.stop)
     }
 
     /// Takes the lock `name`. Blocks until no other process or thread holds it.
@@ -174,7 +174,7 @@ impl Fetcher {
         let path = self.locks.join(name);
         let file = self.locks.open_at(name, OFlag::O_RDWR | OFlag::O_CREAT).map_err(|e| Error::io("write", &path, e))?;
         while try_lock(&file).map_err(|e| Error::io("lock", &path, e))? == Lock::Taken {
-            self.go_on()?;
+            self.check_stop()?;
             thread::sleep(NAP);
         }
         Ok(file)
@@ -229,7 +229,7 @@ impl Fetcher {
     fn bring(&self, whole: &FileInParts, partial: &mut PartialFile, ends: &dyn Fn(&PartialFile) -> bool) -> Result<()> {
         let (file, mut pace, mut in_vain) = (&whole.file, TransferRate::new(self.client.patience.window), 0);
         while partial.at < partial.range.end && !ends(partial) {
-            self.go_on()?;
+            self.check_stop()?;
             let before = partial.at;
             match self.attempt(whole, partial, &mut pace)? {
                 Ok(()) => {}
@@ -275,7 +275,7 @@ impl Fetcher {
         }
         let (mut reader, mut block) = (answer.body_mut().as_reader(), vec![0; BLOCK_BYTES]);
         while partial.at < partial.range.end {
-            self.go_on()?;
+            self.check_stop()?;
             if let Err(cause) = pace.expect() {
                 return Ok(Err(HttpFailure::Lasting(format!("{cause}; {}", partial.kept()))));
             }
@@ -304,7 +304,7 @@ impl Fetcher {
     }
 }
 
-pub(super) fn go_on(stop: &StopFlag) -> Result<()> {
+pub(super) fn check_stop(stop: &StopFlag) -> Result<()> {
     if stop.is_set() { Err(interrupted()) } else { Ok(()) }
 }
 
@@ -312,7 +312,7 @@ pub(super) fn go_on(stop: &StopFlag) -> Result<()> {
 pub(super) fn sleep(stop: &StopFlag, pause: Duration) -> Result<()> {
     let mut left = pause;
     while !left.is_zero() {
-        go_on(stop)?;
+        check_stop(stop)?;
         let nap = left.min(NAP);
         thread::sleep(nap);
         left -= nap;

@@ -66,7 +66,9 @@ impl HubListing {
             return Err(format!("its list of files: no commit: {:?}", listing.commit));
         }
         let unsafe_name = listing.siblings.iter().find(|sibling| !sibling.name.split('/').all(is_plain_file_name));
-        unsafe_name.map_or(Ok(()), |sibling| Err(format!("its list of files: {:?} is not a safe name", sibling.name)))?;
+        if let Some(sibling) = unsafe_name {
+            Err(format!("its list of files: {:?} is not a safe name", sibling.name))?;
+        }
         Ok(listing)
     }
 

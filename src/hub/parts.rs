@@ -26,7 +26,7 @@ pub(super) struct FileInParts {
     /// Whether the file has switched to a download in one piece.
     is_as_one: AtomicBool,
     /// Bytes on disk of the first part, and of all other parts together. Atomic, so that progress is read without the lock on `state`.
-    here: [AtomicU64; 2],
+    received: [AtomicU64; 2],
 }
 
 /// State that the threads downloading the parts of one file share.
@@ -64,7 +64,7 @@ impl FileInParts {
         let size = if file.bytes >= large_bytes { file.bytes.div_ceil(PARTS).max(1) } else { file.bytes.max(1) };
         let starts = (0..file.bytes.max(1)).step_by(size as usize);
         let parts = starts.map(|start| start..(start + size).min(file.bytes)).collect();
-        Self { file, path, parts, state: Mutex::default(), is_as_one: AtomicBool::new(false), here: Default::default() }
+        Self { file, path, parts, state: Mutex::default(), is_as_one: AtomicBool::new(false), received: Default::default() }
     }
 
     pub(super) fn parts(&self) -> &[Range<u64>] {
@@ -85,19 +85,19 @@ impl FileInParts {
     }
 
     /// Number of bytes on disk.
-    pub(super) fn here(&self) -> u64 {
-        let [first, others] = &self.here;
+    pub(super) fn received(&self) -> u64 {
+        let [first, others] = &self.received;
         first.load(Ordering::Relaxed) + if self.is_as_one() { 0 } else { others.load(Ordering::Relaxed) }
     }
 
     /// Counts `bytes` more of the part that begins at `start`.
     pub(super) fn count(&self, start: u64, bytes: u64) {
-        self.here[usize::from(start > 0)].fetch_add(bytes, Ordering::Relaxed);
+        self.received[usize::from(start > 0)].fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Resets the byte count of the first part.
     pub(super) fn forget(&self) {
-        self.here[0].store(0, Ordering::Relaxed);
+        self.received[0].store(0, Ordering::Relaxed);
     }
 
     /// Name of the file that holds the part.
@@ -133,7 +133,9 @@ impl PartialFile {
 
     pub(super) fn count(&mut self, bytes: &[u8]) {
         self.at += bytes.len() as u64;
-        self.checksum.iter_mut().for_each(|checksum| checksum.update(bytes));
+        if let Some(checksum) = &mut self.checksum {
+            checksum.update(bytes);
+        }
     }
 }
 

@@ -118,15 +118,15 @@ mod tests {
     fn a_hub_of_a_companys_authority_is_trusted_where_a_variable_names_it() {
         let (authority, server) = (golden("authority.pem"), HubServer::start(|_, _| Reply::ok(b"here".to_vec())));
         let endpoint = behind_tls(server.address);
-        let ask = |trusted: TrustRoots| HubClient::new(&endpoint, None, trusted, WaitLimits::default()).unwrap().get_bytes("/", 99);
+        let get = |trusted: TrustRoots| HubClient::new(&endpoint, None, trusted, WaitLimits::default()).unwrap().get_bytes("/", 99);
         for name in VARIABLES {
-            assert_eq!(ask(trusted(&[(name, &authority)]).unwrap()).unwrap(), b"here", "{name}");
+            assert_eq!(get(trusted(&[(name, &authority)]).unwrap()).unwrap(), b"here", "{name}");
         }
         let first = [(VARIABLES[2], golden("none.pem")), (VARIABLES[0], authority)];
-        assert!(ask(trusted(&[(first[0].0, &first[0].1), (first[1].0, &first[1].1)]).unwrap()).is_ok());
+        assert!(get(trusted(&[(first[0].0, &first[0].1), (first[1].0, &first[1].1)]).unwrap()).is_ok());
         for trusted in [trusted(&[]).unwrap(), TrustRoots::built_in()] {
             let from = trusted.origin.clone();
-            let Err(HttpFailure::Lasting(cause)) = ask(trusted) else { panic!("nobody may trust it") };
+            let Err(HttpFailure::Lasting(cause)) = get(trusted) else { panic!("nobody may trust it") };
             let message = format!("the certificate of {endpoint} is not signed by an authority in {from}; SSL_CERT_FILE can name a file");
             assert!(cause.contains(&message) && cause.contains("invalid peer certificate: UnknownIssuer"), "{cause}");
         }

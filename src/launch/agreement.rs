@@ -110,10 +110,9 @@ impl ProcessGroup {
         let rendezvous = ProcessRendezvous { address, process, processes, ranks, token, limit };
         let (machine, host) = (Topology::this_machine(), host_name().unwrap_or_else(|| "an unnamed host".into()));
         let json = |e| Error::format("the message of this process", e);
-        let has = serde_json::to_value(HostResources::here(settings, &machine, &host)?).map_err(json)?;
-        emit(ProgressEvent::Note(&format!("process {process} of {processes}: meeting the others at {}", rendezvous.address)));
+        let has = serde_json::to_value(HostResources::of_this_process(settings, &machine, &host)?).map_err(json)?;
         let own = HelloMessage { host, facts: shared_settings(settings)?, resources: has, address: None };
-        let links = Links::meet(&rendezvous, own, (stop, &mut |line: &str| emit(ProgressEvent::Note(line))), last_resort)?;
+        let links = Links::meet(&rendezvous, own, (stop, &mut *emit), last_resort)?;
         emit(ProgressEvent::Detail(&format!("all {processes} processes are here: {}", links.names().join(", "))));
         let all = links
             .resources_by_process()
@@ -122,9 +121,12 @@ impl ProcessGroup {
             .collect::<std::result::Result<Vec<_>, _>>()
             .map_err(json)?;
         let process_info = ProcessInfo::among(&all, links.names(), process, settings)?;
+        process_info.notes.iter().for_each(|note| emit(ProgressEvent::Detail(note)));
         // TCP in place of an unavailable NCCL makes steps slower.
         let is_slower = settings.transport == Transport::Auto && process_info.transport == Transport::Tcp;
-        process_info.notes.iter().for_each(|note| emit(if is_slower { ProgressEvent::Note(note) } else { ProgressEvent::Detail(note) }));
+        for note in process_info.transport_note.iter() {
+            emit(if is_slower { ProgressEvent::Warn(note) } else { ProgressEvent::Detail(note) });
+        }
         Ok(Self { links, process_info, machine })
     }
 
@@ -239,18 +241,18 @@ pub(super) fn expect_same_libraries<D: Kernels>(links: &Links, engine: &Engine<D
 /// # Errors
 /// `Usage` with the name of the difference and both values.
 fn expect_alike(links: &Links, first: &[(String, String)], own: &[(String, String)]) -> Result<()> {
-    let Some((name, theirs, ours)) = difference(first, own) else { return Ok(()) };
+    let Some((name, first_value, own_value)) = difference(first, own) else { return Ok(()) };
     let process = links.process();
     let names = |process: usize| links.names()[process].split_once(" on ").map_or("", |(_, host)| host);
-    Err(Error::usage(differs(&name, [(0, names(0), theirs), (process, names(process), ours)])))
+    Err(Error::usage(differs(&name, [(0, names(0), first_value), (process, names(process), own_value)])))
 }
 
 /// The name of the first fact that differs, and both values. A fact that one process lacks has the value `nothing`.
 fn difference(first: &[(String, String)], own: &[(String, String)]) -> Option<(String, String, String)> {
     let at = |facts: &[(String, String)], nth: usize| facts.get(nth).cloned().unwrap_or_else(|| (String::new(), "nothing".into()));
     let mut pairs = (0..first.len().max(own.len())).map(|nth| (at(first, nth), at(own, nth)));
-    let ((name, theirs), (here, ours)) = pairs.find(|(theirs, ours)| theirs != ours)?;
-    Some((if name.is_empty() { here } else { name }, theirs, ours))
+    let ((name, first_value), (own_name, own_value)) = pairs.find(|(first_value, own_value)| first_value != own_value)?;
+    Some((if name.is_empty() { own_name } else { name }, first_value, own_value))
 }
 
 /// Reads the run token. Warns if other users may read it or could guess it.
@@ -267,7 +269,9 @@ fn token(settings: &Settings, warn: &mut dyn FnMut(&str)) -> Result<RunToken> {
         }
         None => (token_of_variable()?, TOKEN_VARIABLE.to_owned()),
     };
-    token.weakness().iter().for_each(|why| warn(&format!("{source}: the run token may be guessed: {why}")));
+    if let Some(why) = token.weakness() {
+        warn(&format!("{source}: the run token may be guessed: {why}"));
+    }
     Ok(token)
 }
 
@@ -298,8 +302,9 @@ mod tests {
     #[test]
     fn a_fact_that_only_one_process_has_is_a_difference() {
         let facts = |values: &[&str]| values.iter().map(|value| ("product".to_string(), value.to_string())).collect::<Vec<_>>();
-        let message =
-            |first: &[&str], own: &[&str]| difference(&facts(first), &facts(own)).map(|(name, theirs, ours)| [name, theirs, ours]);
+        let message = |first: &[&str], own: &[&str]| {
+            difference(&facts(first), &facts(own)).map(|(name, first_value, own_value)| [name, first_value, own_value])
+        };
         assert_eq!(message(&["a", "b"], &["a", "b"]), None);
         assert_eq!(message(&["a", "b"], &["a", "c"]), Some(["product", "b", "c"].map(String::from)));
         assert_eq!(message(&["a", "b"], &["a"]), Some(["product", "b", "nothing"].map(String::from)));
@@ -312,14 +317,14 @@ mod tests {
         let shape = crate::model::presets::shape("--model", "olmoe-1b-7b".as_ref()).unwrap();
         let device = DeviceMemory::Own { bytes: 1 << 40, addressing: Addressing::Separate };
         let machine = Machine { kind: DeviceKind::Gpu, device, grouped_layouts: GroupedLayouts::Usable, ..Machine::cpu(4) };
-        for (requested, says) in
+        for (requested, wanted) in
             [(ExpertProductsChoice::Auto, ExpertProductsChoice::Cublaslt), (ExpertProductsChoice::Own, ExpertProductsChoice::Own)]
         {
             let settings = Settings { expert_products: requested, ..Settings::demo() };
             let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
             let sent = serde_json::to_string(&Proposal::new(&plan, &settings, String::new())).unwrap();
             let proposal: Proposal = serde_json::from_str(&sent).unwrap();
-            assert_eq!(proposal.over(&Settings::demo()).expert_products, says);
+            assert_eq!(proposal.over(&Settings::demo()).expert_products, wanted);
         }
     }
 

@@ -23,7 +23,7 @@ impl CpuSlice {
     /// # Errors
     /// `Resource` if the kernel rejects the CPUs.
     pub(super) fn keep_off_workers(&self) -> Result<()> {
-        self.placement.as_ref().map_or(Ok(()), |placement| placement.keep_off_workers("driver"))
+        if let Some(placement) = &self.placement { placement.keep_off_workers("driver") } else { Ok(()) }
     }
 }
 
@@ -32,10 +32,10 @@ pub(crate) fn whole(plan: &Plan, topology: &Topology) -> CpuSlice {
     slice_of(plan, topology, topology.cpu_slice(0, &[None]), (0, 1))
 }
 
-/// The shares of the ranks of this process on the machine of `topology`. `homes` are the NUMA nodes near the ranks' GPUs.
-pub(crate) fn of(plan: &Plan, topology: &Topology, homes: &[Option<usize>]) -> Vec<CpuSlice> {
-    let cpu_slice = |place| slice_of(plan, topology, topology.cpu_slice(place, homes), (place, homes.len()));
-    (0..homes.len()).map(cpu_slice).collect()
+/// The shares of the ranks of this process on the machine of `topology`. `gpu_nodes` are the NUMA nodes near the ranks' GPUs.
+pub(crate) fn of(plan: &Plan, topology: &Topology, gpu_nodes: &[Option<usize>]) -> Vec<CpuSlice> {
+    let cpu_slice = |place| slice_of(plan, topology, topology.cpu_slice(place, gpu_nodes), (place, gpu_nodes.len()));
+    (0..gpu_nodes.len()).map(cpu_slice).collect()
 }
 
 /// The share of rank `place` of `ranks` ranks. Threads are divided in proportion to CPUs, so that each driver thread has a CPU, too.

@@ -56,8 +56,8 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice
             Err(why) => (on_cpus(), Some(why.to_string())),
         },
     };
-    let (cpus, together) = (topology.usable_cpus().map_or(1, |usable| usable.count()), devices.2.len());
-    let selected = select(settings, topology, devices, ResourceCounts { cpus, together, on_machine: 1 })?;
+    let (cpus, gpus_in_use) = (topology.usable_cpus().map_or(1, |usable| usable.count()), devices.2.len());
+    let selected = select(settings, topology, devices, ResourceCounts { cpus, gpus_in_use, on_machine: 1 })?;
     Ok(SelectedDevice { note, ..selected })
 }
 
@@ -69,7 +69,7 @@ pub(super) fn agreed(settings: &Settings, machine: &Topology, process_info: &Pro
     let gpus = process_info.gpus.clone();
     let devices = if gpus.is_empty() { Ok(on_cpus()) } else { gpu::free_memory(&gpus).map(|(kind, device)| (kind, device, gpus)) };
     let on_machine = process_info.on_machine;
-    select(settings, machine, devices?, ResourceCounts { cpus, together: on_machine * settings.gpus, on_machine })
+    select(settings, machine, devices?, ResourceCounts { cpus, gpus_in_use: on_machine * settings.gpus, on_machine })
 }
 
 /// The kind of device, its memory, and the GPUs.
@@ -84,7 +84,7 @@ struct ResourceCounts {
     /// CPUs that this process may use.
     cpus: usize,
     /// Number of GPUs of this machine that train together.
-    together: usize,
+    gpus_in_use: usize,
     /// Number of the run's processes on this machine.
     on_machine: usize,
 }
@@ -94,7 +94,7 @@ fn select(
     settings: &Settings,
     machine: &Topology,
     (kind, device, gpus): Devices,
-    ResourceCounts { cpus, together, on_machine }: ResourceCounts,
+    ResourceCounts { cpus, gpus_in_use, on_machine }: ResourceCounts,
 ) -> Result<SelectedDevice> {
     if settings.memory == HostMemoryKind::Unified && matches!(device, DeviceMemory::Own { addressing: Addressing::Separate, .. }) {
         return Err(Error::Unsupported("--memory unified: host and GPU cannot use managed memory at the same time here".into()));
@@ -104,17 +104,17 @@ fn select(
     let reserved = if settings.huge_pages == HugePagesChoice::Explicit { machine.reserved_free_bytes() } else { 0 };
     let of_all = |bytes: u64| bytes.saturating_add(reserved) / on_machine as u64;
     let host_bytes = machine.memory_usable_bytes().map_or(u64::MAX, of_all);
-    let rates_from = rates_from(settings, machine, kind, together)?;
+    let rates_from = rates_from(settings, machine, kind, gpus_in_use)?;
     let links = PeerLinks::between(&gpus)?;
     let all_cpus = machine.usable_cpus().map_or(cpus, |usable| usable.count());
     let of_each = |profile: &Profile| {
         let network = profile.network.as_ref().filter(|_| settings.processes > on_machine);
-        let rates = Rates::of_each(profile, together.max(1)).in_part(cpus, all_cpus);
+        let rates = Rates::of_each(profile, gpus_in_use.max(1)).in_part(cpus, all_cpus);
         Arc::new(rates.with_peers(links.route()).with_network(network))
     };
     let rates = rates_from.as_ref().map_or_else(Rates::assumed, |rates_from| of_each(&rates_from.profile));
     let mut peers = links.lines();
-    peers.extend(rates_from.as_ref().and_then(|rates_from| rates_from.unknown_together(together)));
+    peers.extend(rates_from.as_ref().and_then(|rates_from| rates_from.unknown_together(gpus_in_use)));
     let machine = Machine { cpus, host_bytes, kind, device, rates, grouped_layouts: GroupedLayouts::Unknown };
     Ok(SelectedDevice { machine, gpus, peers, note: None, warning, rates_from })
 }

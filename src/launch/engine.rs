@@ -115,8 +115,8 @@ impl Launcher {
     /// `Resource` if the kernel rejects the driver thread's CPUs.
     pub(crate) fn divide_cpus(&self, settings: &Settings, plan: &Plan, warn: impl FnOnce(&str)) -> Result<String> {
         if self.chosen.is_gpu() {
-            let homes = gpu::homes(&self.chosen.gpus, &self.topology);
-            cpu_slice::of(plan, &self.topology, &homes)[0].keep_off_workers()?;
+            let gpu_nodes = gpu::gpu_nodes(&self.chosen.gpus, &self.topology);
+            cpu_slice::of(plan, &self.topology, &gpu_nodes)[0].keep_off_workers()?;
         }
         Ok(join_partition(settings, plan, warn))
     }
@@ -142,7 +142,14 @@ pub fn on_cpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
     }
     let cpu_slices = cpu_slice::of(plan, topology, &vec![None; plan.site.ranks]);
     let make = |cpu_slice: &CpuSlice, bell: &Arc<Doorbell>, _| Ok((cpu_device(&cpu_slice.plan, bell)?, cpu_pool(cpu_slice, bell)?));
-    ranks::run(LocalRanks::here(plan), shape, &cpu_slices, make, |engine, _| user.run(engine), |engine, _| engine.follow(|| Ok(())))
+    ranks::run(
+        LocalRanks::of_this_process(plan),
+        shape,
+        &cpu_slices,
+        make,
+        |engine, _| user.run(engine),
+        |engine, _| engine.follow(|| Ok(())),
+    )
 }
 
 /// Creates the CPU device of `plan`.
@@ -180,12 +187,12 @@ pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
     if plan.site.ranks == 1 {
         return user.run(gpu_engine(plan, shape, topology, portable)?);
     }
-    let cpu_slices = cpu_slice::of(plan, topology, &gpu::homes(&gpu::first(gpu::visible()?, plan.site.ranks)?, topology));
+    let cpu_slices = cpu_slice::of(plan, topology, &gpu::gpu_nodes(&gpu::first(gpu::visible()?, plan.site.ranks)?, topology));
     let make = |cpu_slice: &CpuSlice, bell: &Arc<Doorbell>, rank| {
         Ok((gpu_device(&cpu_slice.plan, rank, portable)?, worker_threads(cpu_slice, bell)?))
     };
     let follow = |engine: &mut Engine<GpuDevice>, context: &RankContext| engine.follow(|| cpu_slices[context.rank].keep_off_workers());
-    ranks::run(LocalRanks::here(plan), shape, &cpu_slices, make, |engine, _| user.run(engine), follow)
+    ranks::run(LocalRanks::of_this_process(plan), shape, &cpu_slices, make, |engine, _| user.run(engine), follow)
 }
 
 /// Opens the visible GPU `ordinal`.
@@ -228,5 +235,6 @@ pub(super) fn worker_threads(CpuSlice { plan, placement }: &CpuSlice, bell: &Arc
     let placement = placement.clone();
     let pin = |place: &CpuPlacement, worker: usize| name_and_pin(WORKER_ROLE, worker, place.workers[worker]);
     let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| pin(place, worker));
-    Threads::start(plan.site.threads, plan.site.host_memory.homes(), bell.clone(), plan.site.trace_spans, on_start).map(Pool::Threads)
+    Threads::start(plan.site.threads, plan.site.host_memory.worker_nodes(), bell.clone(), plan.site.trace_spans, on_start)
+        .map(Pool::Threads)
 }

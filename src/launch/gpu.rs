@@ -9,6 +9,7 @@ use crate::hardware::topology::Topology;
 use crate::memory::DeviceMemory;
 use crate::planner::machine::GroupedLayouts;
 use crate::ranks::NcclUniqueId;
+use crate::units::counted;
 use std::path::PathBuf;
 
 #[cfg(feature = "cuda")]
@@ -55,7 +56,7 @@ pub(crate) fn visible() -> Result<Vec<GpuId>> {
 pub(crate) fn first(visible: Vec<GpuId>, count: usize) -> Result<Vec<GpuId>> {
     let all = visible.len();
     if count > all {
-        let are = if all == 1 { "is 1 GPU".into() } else { format!("are {all} GPUs") };
+        let are = format!("{} {}", if all == 1 { "is" } else { "are" }, counted(all, "GPU"));
         return Err(Error::usage(format!("--gpus {count}: there {are} here (see CUDA_VISIBLE_DEVICES); use --gpus {all}")));
     }
     let chosen: Vec<_> = visible.into_iter().take(count).collect();
@@ -126,7 +127,7 @@ pub(crate) fn rail_key(libraries: &[PathBuf]) -> Result<NcclUniqueId> {
 }
 
 /// The NUMA node near each of `gpus`, if known.
-pub(crate) fn homes(gpus: &[GpuId], topology: &Topology) -> Vec<Option<usize>> {
+pub(crate) fn gpu_nodes(gpus: &[GpuId], topology: &Topology) -> Vec<Option<usize>> {
     gpus.iter().map(|gpu| topology.node_of_gpu(&gpu.pci)).collect()
 }
 

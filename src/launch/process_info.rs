@@ -35,7 +35,7 @@ impl HostResources {
     ///
     /// # Errors
     /// `Usage` for an invalid variable of a launcher.
-    pub(crate) fn here(settings: &Settings, topology: &Topology, host: &str) -> Result<Self> {
+    pub(crate) fn of_this_process(settings: &Settings, topology: &Topology, host: &str) -> Result<Self> {
         let boot = fs::read_to_string(BOOT).unwrap_or_default();
         let gpus = match settings.device {
             DeviceChoice::Cpu => Err("--device cpu".into()),
@@ -70,6 +70,8 @@ pub(crate) struct ProcessInfo {
     pub(crate) transport: Transport,
     /// Lines for the user.
     pub(crate) notes: Vec<String>,
+    /// How gradients and weights pass between GPUs of processes.
+    pub(crate) transport_note: Option<String>,
 }
 
 impl ProcessInfo {
@@ -100,18 +102,17 @@ impl ProcessInfo {
         }
         let why_no_gpu = all[process].gpus.as_ref().err().filter(|_| gpus.is_empty() && device == DeviceChoice::Auto);
         notes.extend(why_no_gpu.map(|why| format!("no GPU: {why}")));
-        let asks_nothing = gpus.is_empty() && settings.transport != Transport::Nccl;
-        let (transport, why) = if asks_nothing { (Transport::Tcp, None) } else { transport(all, names, settings.transport)? };
-        notes.extend(why);
-        Ok(Self { gpus, on_machine, cpu_mates: (sharers.into_iter().map(of).collect(), nth), transport, notes })
+        let is_tcp = gpus.is_empty() && settings.transport != Transport::Nccl;
+        let (transport, transport_note) = if is_tcp { (Transport::Tcp, None) } else { transport(all, names, settings.transport)? };
+        Ok(Self { gpus, on_machine, cpu_mates: (sharers.into_iter().map(of).collect(), nth), transport, notes, transport_note })
     }
 
     /// This process's part of the CPUs of `machine`, or `None` if there are fewer CPUs than processes; and the number of CPUs that the
     /// process may use.
     pub(crate) fn cpu_slice_of(&self, machine: &Topology) -> (Option<Topology>, usize) {
         let (same_machine, nth) = &self.cpu_mates;
-        let homes: Vec<_> = same_machine.iter().map(|gpu| machine.node_of_gpu(&gpu.as_ref()?.pci)).collect();
-        let own = machine.cpu_slice(*nth, &homes);
+        let gpu_nodes: Vec<_> = same_machine.iter().map(|gpu| machine.node_of_gpu(&gpu.as_ref()?.pci)).collect();
+        let own = machine.cpu_slice(*nth, &gpu_nodes);
         let cpus = |topology: &Topology| topology.usable_cpus().map_or(1, |usable| usable.affinity.len());
         let usable = machine.usable_cpus().map_or(1, |usable| usable.count());
         let part = own.as_ref().map_or(usable / same_machine.len(), |own| usable * cpus(own) / cpus(machine));
@@ -278,7 +279,7 @@ mod tests {
     #[test]
     fn processes_of_one_machine_divide_its_cpus_unless_a_launcher_has() {
         let topology = Topology::read(two_sockets().path(), Process::default());
-        let shares = |all: &[HostResources]| -> Vec<(String, usize)> {
+        let slices = |all: &[HostResources]| -> Vec<(String, usize)> {
             let of =
                 |process| ProcessInfo::among(all, &names(all.len()), process, &asking(DeviceChoice::Cpu)).unwrap().cpu_slice_of(&topology);
             let words = |(own, cpus): (Option<Topology>, usize)| {
@@ -287,16 +288,16 @@ mod tests {
             (0..all.len()).map(of).map(words).collect()
         };
         let process = || on("a", &[]);
-        assert_eq!(shares(&[process(), process()]), [("0-1,4".into(), 3), ("2-3,5-6".into(), 4)]);
-        assert_eq!(shares(&[process(), on("b", &[])])[0], ("0-6".into(), 7));
-        assert_eq!(shares(&vec![process(); 8])[7], ("all".into(), 1), "fewer CPUs than processes");
+        assert_eq!(slices(&[process(), process()]), [("0-1,4".into(), 3), ("2-3,5-6".into(), 4)]);
+        assert_eq!(slices(&[process(), on("b", &[])])[0], ("0-6".into(), 7));
+        assert_eq!(slices(&vec![process(); 8])[7], ("all".into(), 1), "fewer CPUs than processes");
         let bound = |cpus: &str| HostResources { cpus: cpus.into(), ..process() };
-        assert_eq!(shares(&[bound("0-3"), bound("4-6")])[0], ("0-6".into(), 7), "each has its own");
+        assert_eq!(slices(&[bound("0-3"), bound("4-6")])[0], ("0-6".into(), 7), "each has its own");
     }
 
     #[test]
     fn processes_of_one_machine_divide_its_memory_and_reject_too_many_threads() {
-        let topology = Topology::read(two_sockets().path(), Process { address_room_bytes: Some(6 << 20), ..Process::default() });
+        let topology = Topology::read(two_sockets().path(), Process { free_address_bytes: Some(6 << 20), ..Process::default() });
         let settings = Settings { threads: Some(7), ..asking(DeviceChoice::Cpu) };
         let chosen = |all: &[HostResources]| {
             let process_info = ProcessInfo::among(all, &names(all.len()), 0, &settings).unwrap();
@@ -315,7 +316,7 @@ mod tests {
         let chosen = |transport, nccl: [std::result::Result<&str, &str>; 2]| -> std::result::Result<_, String> {
             let settings = Settings { transport, ..asking(DeviceChoice::Auto) };
             let process_info = ProcessInfo::among(&nccl.map(with), &names(2), 0, &settings).map_err(|e| e.to_string())?;
-            Ok((process_info.transport, process_info.notes[1..].join("")))
+            Ok((process_info.transport, process_info.transport_note.unwrap_or_default()))
         };
         let both = [Ok("2.28.9"); 2];
         let by_nccl = (Transport::Nccl, "gradients and weights pass from GPU to GPU by NCCL 2.28.9".to_string());

@@ -124,10 +124,10 @@ impl ThisProcess<'_> {
         let ranks = self.plan.site.ranks / self.plan.site.processes;
         let mut plan = self.plan.clone();
         plan.site.adversary = self.plan.site.adversary.map(|seed| seed.wrapping_add((self.links.process() * ranks) as u64));
-        let near = gpu::homes(&self.launch.chosen.gpus, &self.launch.topology);
+        let near = gpu::gpu_nodes(&self.launch.chosen.gpus, &self.launch.topology);
         // A single rank gets all CPUs of the process.
-        let homes = if near.len() > 1 { near } else { vec![None; ranks] };
-        cpu_slice::of(&plan, &self.launch.topology, &homes)
+        let gpu_nodes = if near.len() > 1 { near } else { vec![None; ranks] };
+        cpu_slice::of(&plan, &self.launch.topology, &gpu_nodes)
     }
 }
 

@@ -23,7 +23,7 @@ pub(crate) struct LocalRanks {
 
 impl LocalRanks {
     /// The connections for a `plan` whose ranks are all in this process.
-    pub(super) fn here(plan: &Plan) -> Self {
+    pub(super) fn of_this_process(plan: &Plan) -> Self {
         let progress = Arc::new(ProgressCounters::new(plan.board_sizes(), plan.site.adversary));
         Self { progress, reaches: (0..plan.site.ranks).map(|_| PeerTransport::Memory).collect() }
     }
@@ -67,7 +67,9 @@ pub(crate) fn run<D: Kernels + Peers, T>(
         let outcome = join(&leader.0, transport).map_err(|error| leader.0.attribute(error)).and_then(|engine| lead(engine, &leader.0));
         drop(leader);
         // A panic of a follower has printed its message, and `lead` returns it as an error.
-        followers.into_iter().for_each(|follower| _ = follower.join());
+        for follower in followers {
+            _ = follower.join();
+        }
         outcome
     })
 }
@@ -119,7 +121,7 @@ mod tests {
                 engine.step(1e-3, &mut Zeros)?;
             }
         };
-        run(LocalRanks::here(plan), shape, &cpu_slices, make, lead, follow).unwrap_err()
+        run(LocalRanks::of_this_process(plan), shape, &cpu_slices, make, lead, follow).unwrap_err()
     }
 
     /// Rank 1 fails at a random moment, in any phase of a step: all ranks end at once, and rank 0 reports the error of rank 1.

@@ -4,13 +4,20 @@
 //! The [`LayerPolicy`] of a layer determines its saved activations. All other activations lie in buffers shared by all layers, whose passes
 //! run one after another, on one stream.
 
+pub(crate) use super::activation_arrays::Activations;
+use super::activation_arrays::{
+    ExpertWork, LayerActivations, NormActivations, QkNormActivations, RawActivations, RoutedActivations, SequenceWork,
+};
+use super::expert_bounds::bounds_stride;
+pub(crate) use super::expert_bounds::{bounds_elems, expert_bounds};
 use super::fp8::{self, Fp8Work, LINEARS};
 use super::heads::{SequenceRank, shared_cols, widest_cols};
-use super::host_turns::{BUFFERS, HostTurn, give_turns, host_slots};
+use super::host_turns::{BUFFERS, give_turns, host_slots};
 use super::layer_shape::{LayerShape, Moe, NormKind, NormSpec};
+pub use super::loss_tile::LossTile;
 use super::policy::LayerPolicy;
 use super::shape::ModelShape;
-use super::sized_allocator::{Alloc, ByLayer, LayerParts, PART_ALIGN_ELEMS, SizedAllocator, product, too_large};
+use super::sized_allocator::{Alloc, ByLayer, LayerParts, SizedAllocator, product, too_large};
 use crate::data::rows::batch;
 use crate::device::{Device, DeviceSlice, Lease};
 use crate::dtype::Dtype;
@@ -18,16 +25,6 @@ use crate::error::{Error, Result};
 use crate::host::pinned::HostMemory;
 use crate::memory::MemorySpace;
 use crate::units::Bytes;
-use std::ops::Range;
-
-/// Size of the logits that exist at once: the loss processes `rows` tokens at a time, in tiles of the vocabulary.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct LossTile {
-    /// Tokens of one pass, limited to the tokens of the micro-batch.
-    pub rows: usize,
-    /// Vocabulary columns of one tile, limited to the vocabulary. A single tile computes logits once instead of twice.
-    pub vocab: usize,
-}
 
 /// One planned allocation.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -418,184 +415,13 @@ impl ActivationPlan {
     }
 }
 
-/// Elements between the bounds of a layer's experts and the bounds of the next layer's.
-fn bounds_stride(moe: Moe) -> usize {
-    (moe.experts + 1).next_multiple_of(PART_ALIGN_ELEMS)
-}
-
-/// Elements of the expert bounds of all layers.
-pub(crate) fn bounds_elems(shape: &ModelShape) -> usize {
-    shape.layers.iter().filter_map(|layer| layer.mlp.moe()).map(bounds_stride).sum()
-}
-
-/// Range of the expert bounds of each layer with experts.
-pub(crate) fn expert_bounds(shape: &ModelShape) -> impl Iterator<Item = Range<usize>> + '_ {
-    shape.layers.iter().filter_map(|layer| layer.mlp.moe()).scan(0, |end, moe| {
-        let start = *end;
-        *end += bounds_stride(moe);
-        Some(start..start + moe.experts + 1)
-    })
-}
-
 /// LayerNorm saves mean and rstd, RMSNorm only rstd.
 fn stats_cols(norm: NormSpec) -> usize {
     if norm.kind == NormKind::Layer { 2 } else { 1 }
 }
 
-/// Device memory of one micro-batch of T = `batch * seq_length` tokens. With sequence parallelism T is the number of this rank's tokens.
-/// Arrays are in the compute format unless stated otherwise.
-#[derive(Debug)]
-pub(crate) struct Activations {
-    /// Sequences.
-    pub batch: usize,
-    /// Tokens of a sequence, over all ranks that share it.
-    pub seq_length: usize,
-    /// This rank's part of the sequences.
-    pub(crate) sequence: SequenceRank,
-    /// Tile of the loss, limited to the size of the micro-batch and vocabulary.
-    pub tile: LossTile,
-    /// Tokens that an MLP processes at once.
-    pub(super) mlp_tile: usize,
-    /// A [`crate::data::rows::batch::Batch`] as int32 `[arrays, T]`, filled by the caller. The next four slices are its arrays.
-    pub(crate) inputs: DeviceSlice,
-    /// Token ids.
-    pub(super) tokens: DeviceSlice,
-    /// Next tokens; negative targets are ignored.
-    pub(super) targets: DeviceSlice,
-    /// Positions of tokens in their documents.
-    pub(super) positions: DeviceSlice,
-    /// Index in its row at which each token's document begins, for the tokens of all ranks; `None`: every row is one document.
-    pub(super) documents: Option<DeviceSlice>,
-    /// Table of each of [`ModelShape::ropes`], fp32 `[seq_length, rotary_dim / 2, 2]`; filled by the caller with
-    /// [`super::rope::RopeTable`].
-    pub(crate) rope_tables: Vec<DeviceSlice>,
-    /// Mean loss of the optimizer step, fp32 `[1]`; not multiplied by the loss scale.
-    pub loss: DeviceSlice,
-    pub(super) layers: Vec<LayerActivations>,
-    /// Residual stream after the last layer, `[T, channels]`.
-    pub(super) final_norm_in: DeviceSlice,
-    pub(super) final_norm_out: DeviceSlice,
-    pub(super) final_norm_stats: DeviceSlice,
-    pub(crate) logits: DeviceSlice,
-    pub(super) loss_stats: DeviceSlice,
-    /// Gradient of the residual stream, updated in place from the head down to the embeddings, `[T, channels]`.
-    pub(super) dresidual: DeviceSlice,
-    /// Gradient of a norm's output, `[T, channels]`.
-    pub(super) dnorm: DeviceSlice,
-    /// Workspaces of sequence parallelism.
-    pub(super) sequence_work: Option<SequenceWork>,
-    /// Workspaces of experts.
-    pub(super) experts: Option<ExpertWork>,
-    /// Workspaces of FP8 products, if layers use FP8.
-    pub(super) fp8: Option<Fp8Work>,
-    /// Gradient of a second matrix's input: attention's output or the activation, `[T, max]`.
-    pub(super) dinner: DeviceSlice,
-    /// Gradient of a first matrix's output: qkv or gate and up, `[T, max]`.
-    pub(super) dfused: DeviceSlice,
-}
-
-/// Activations of one layer, its own or shared, in the order of the forward pass. The first dimension is T unless stated otherwise.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct LayerActivations {
-    pub policy: LayerPolicy,
-    /// Whether this is the last layer that uses the shared buffers, so that they still hold its values when its backward pass begins.
-    pub(crate) intact: bool,
-    /// Residual stream before the layer.
-    pub input: DeviceSlice,
-    /// Offload of the input to host memory, if there is any.
-    pub(crate) host_input: Option<HostTurn>,
-    /// Offload of `attn_out` and `lse`.
-    pub(super) host_attention: [Option<HostTurn>; 2],
-    pub(crate) attn_norm: NormActivations,
-    pub qk_norm: Option<QkNormActivations>,
-    /// Normalised and rotated. With sequence parallelism, this array and the next two hold all tokens and this rank's heads.
-    pub qkv: DeviceSlice,
-    pub(crate) attn_out: DeviceSlice,
-    /// `[batch, heads, seq_length]`
-    pub lse: DeviceSlice,
-    pub(crate) post_attn: RawActivations,
-    /// Residual stream after attention.
-    pub(crate) mid: DeviceSlice,
-    pub(crate) mlp_norm: NormActivations,
-    /// Like `mlp_act`, this array holds all tokens if the layer saves it, otherwise the tokens that the MLP processes at once.
-    pub(crate) mlp_in: DeviceSlice,
-    pub(crate) mlp_act: DeviceSlice,
-    pub(crate) post_mlp: RawActivations,
-    /// Routing results, if the layer has experts.
-    pub(crate) routed: Option<RoutedActivations>,
-    /// Inputs of the linear layers, transposed and in 8 bits, if they are saved.
-    pub(super) fp8: [Option<DeviceSlice>; LINEARS],
-}
-
-impl LayerActivations {
-    /// Offloaded activations.
-    pub(super) fn on_host(&self) -> impl Iterator<Item = &HostTurn> {
-        self.host_input.iter().chain(self.host_attention.iter().flatten())
-    }
-}
-
-/// Output and statistics of the norm before attention or an MLP; empty without such a norm.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct NormActivations {
-    pub out: DeviceSlice,
-    pub stats: DeviceSlice,
-}
-
-/// Input and statistics of the norm after attention or an MLP; empty without such a norm.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct RawActivations {
-    pub raw: DeviceSlice,
-    pub stats: DeviceSlice,
-}
-
 /// Arrays of `layers.choices`: the experts, and two orders of the choices.
 const CHOICE_ARRAYS: usize = 3;
-
-/// Results of a router: see [`crate::device::Route`] and [`crate::device::Segments`].
-#[derive(Clone, Copy, Debug)]
-pub(super) struct RoutedActivations {
-    pub logits: DeviceSlice,
-    pub experts: DeviceSlice,
-    pub weights: DeviceSlice,
-    pub bounds: DeviceSlice,
-    /// Bounds of all layers with experts, and the number of elements between the bounds of two layers.
-    pub(crate) all_bounds: (DeviceSlice, usize),
-    pub slots: DeviceSlice,
-    pub entries: DeviceSlice,
-}
-
-/// Workspaces of sequence parallelism; T is the number of this rank's tokens.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct SequenceWork {
-    /// All heads, `[T, max]`.
-    pub(super) qkv: DeviceSlice,
-    pub(super) out: DeviceSlice,
-    /// All tokens, this rank's heads.
-    pub(super) dout: DeviceSlice,
-    pub(super) dqkv: DeviceSlice,
-    /// Gradients of keys and values that several ranks contribute to, and their sum.
-    pub(super) parts: DeviceSlice,
-}
-
-/// Workspaces of experts, for the R = `T * k` rows of all tokens.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct ExpertWork {
-    /// Inputs or outputs of the experts, `[R, channels]`.
-    pub rows: DeviceSlice,
-    /// Activations of the experts, `[R, width]`.
-    pub act: DeviceSlice,
-    /// Gradients of the rows' weights, fp32 `[R]`.
-    pub(crate) dweights: DeviceSlice,
-    /// Gradients of logits, `[T, experts]`.
-    pub(crate) dlogits: DeviceSlice,
-}
-
-/// The projections before the norm of queries and keys, and the statistics of the norm.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct QkNormActivations {
-    pub raw: DeviceSlice,
-    pub rstd: DeviceSlice,
-}
 
 #[cfg(test)]
 mod tests {

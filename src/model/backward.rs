@@ -2,7 +2,7 @@
 //! gradient of each branch is added at the norm with which the branch begins.
 
 use super::Model;
-use super::activations::{Activations, NormActivations, RawActivations};
+use super::activation_arrays::{Activations, NormActivations, RawActivations};
 use super::forward::scale;
 use super::fp8::LastWriter;
 use super::head::MicroStep;
@@ -253,7 +253,7 @@ fn linear_backward<D: Kernels>(
         Some(fp8) => fp8.backward(dev, params, (x, dout), (dx, add), !first)?,
         None => products_backward(dev, params, (x, dout), (dx, add), !first)?,
     }
-    params.bias.map_or(Ok(()), |bias| dev.launch(BiasBackward { dout, dbias: bias.grad, accumulate: !first }))
+    if let Some(bias) = params.bias { dev.launch(BiasBackward { dout, dbias: bias.grad, accumulate: !first }) } else { Ok(()) }
 }
 
 /// Gradients of a product's factors in the compute format.

@@ -1,7 +1,7 @@
 //! The forward pass, module by module.
 
 use super::Model;
-use super::activations::{LayerActivations, NormActivations, QkNormActivations, RawActivations};
+use super::activation_arrays::{LayerActivations, NormActivations, QkNormActivations, RawActivations};
 use super::layer_shape::{Act, Join, LayerShape, Mlp, NormSpec};
 use super::mlp_tile::MlpTile;
 use super::params::{LinearParams, NormParams};
@@ -41,7 +41,9 @@ impl Model {
                 let dev = run.dev();
                 let (wte, wpe) = (self.embed.wte.value, self.embed.wpe.map(|p| p.value));
                 let out = self.acquire_residual(dev, 0)?;
-                act.fp8.map_or(Ok(()), |work| dev.launch(Zero { x: work.raised() }))?;
+                if let Some(work) = act.fp8 {
+                    dev.launch(Zero { x: work.raised() })?;
+                }
                 dev.launch(Embed { tokens: act.tokens, positions: act.positions, wte, wpe, out, channels: self.shape.channels })?;
                 scale(dev, out, self.shape.embed_scale.on(out.dtype()))
             }
@@ -68,7 +70,9 @@ impl Model {
 
     fn forward_layer<P: PassRunner>(&self, run: &mut P, layer: usize) -> Result<()> {
         let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);
-        act.host_input.map_or(Ok(()), |input| input.send(run.dev()))?;
+        if let Some(input) = act.host_input {
+            input.send(run.dev())?;
+        }
         self.forward_attention(run, layer, act, Attending::New)?;
         let dev = run.dev();
         for tile in self.mlp_tiles(layer) {
@@ -108,7 +112,9 @@ impl Model {
     /// The slice for the residual stream before `layer`, or after the last layer. Waits until no copy reads it.
     fn acquire_residual<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<DeviceSlice> {
         let Some(act) = self.activations.layers.get(layer) else { return Ok(self.activations.final_norm_in) };
-        act.host_input.map_or(Ok(()), |input| input.acquire(dev))?;
+        if let Some(input) = act.host_input {
+            input.acquire(dev)?;
+        }
         Ok(act.input)
     }
 
@@ -203,7 +209,9 @@ impl Model {
         act.host_attention.iter().flatten().try_for_each(|turn| turn.acquire(dev))?;
         dev.launch(AttentionForward { qkv, documents, out, lse, shape })?;
         let sinks = self.layers[layer].sinks;
-        sinks.map_or(Ok(()), |sinks| dev.launch(Sinks { sinks: self.own_sinks(layer, sinks.value), out, lse, shape }))?;
+        if let Some(sinks) = sinks {
+            dev.launch(Sinks { sinks: self.own_sinks(layer, sinks.value), out, lse, shape })?;
+        }
         act.host_attention.iter().flatten().try_for_each(|turn| turn.send(dev))
     }
 

@@ -1,7 +1,7 @@
 //! A linear layer in FP8, forward and backward.
 
 use super::Model;
-use super::activations::LayerActivations;
+use super::activation_arrays::LayerActivations;
 use super::fp8::{self, Fp8Linear, Fp8Work, LastWriter};
 use super::params::{LayerParams, LinearParams};
 use super::shape::ModelShape;
@@ -15,7 +15,9 @@ pub(super) fn give(work: Fp8Work, shape: &ModelShape, activations: &[LayerActiva
         let (writers, kept) = (fp8::writers(&shape.layers, index), activations[index].fp8);
         let dense = [&mut layer.mlp_in, &mut layer.mlp_out].into_iter().filter(|_| shape.layers[index].mlp.moe().is_none());
         let linears = [&mut layer.qkv, &mut layer.attn_out].into_iter().chain(dense);
-        linears.enumerate().for_each(|(at, linear)| linear.fp8 = Some(work.of(index, at, writers[at], kept[at])));
+        for (at, linear) in linears.enumerate() {
+            linear.fp8 = Some(work.of(index, at, writers[at], kept[at]));
+        }
     }
 }
 

@@ -90,15 +90,15 @@ pub(crate) fn uneven(layers: &[LayerShape], ranks: usize) -> Option<[usize; 2]> 
     each.max_by_key(|[fewest, most]| most - fewest).filter(|[fewest, most]| fewest < most)
 }
 
-fn may_share(attn: &Attn, ranks: usize) -> bool {
+fn can_divide(attn: &Attn, ranks: usize) -> bool {
     ranks <= attn.kv_heads || ranks.is_multiple_of(attn.kv_heads) && attn.heads.is_multiple_of(ranks)
 }
 
 /// Checks whether `ranks` ranks can share the heads of every layer. The error gives the reason and the possible numbers of ranks.
 pub(crate) fn check_degree(layers: &[LayerShape], ranks: usize) -> std::result::Result<(), String> {
     let layers = || layers.iter().map(|layer| &layer.attn);
-    let Some(attn) = layers().find(|attn| !may_share(attn, ranks)) else { return Ok(()) };
-    let works = |ranks: &usize| layers().all(|attn| may_share(attn, *ranks));
+    let Some(attn) = layers().find(|attn| !can_divide(attn, ranks)) else { return Ok(()) };
+    let works = |ranks: &usize| layers().all(|attn| can_divide(attn, *ranks));
     let degrees: Vec<_> = (1..=PARTS_MAX).filter(works).map(|ranks| ranks.to_string()).collect();
     let Attn { heads, kv_heads, .. } = attn;
     Err(format!(
@@ -117,17 +117,17 @@ mod tests {
     }
 
     /// Number of heads of each of `ranks` ranks, and the key heads that they read.
-    fn shares(attn: &Attn, ranks: usize) -> Vec<(usize, Range<usize>)> {
+    fn parts(attn: &Attn, ranks: usize) -> Vec<(usize, Range<usize>)> {
         let of = |rank| HeadShare::of(attn, SequenceRank { rank, ranks });
         (0..ranks).map(|rank| (of(rank).heads.len(), of(rank).kv_heads)).collect()
     }
 
     #[test]
     fn heads_are_shared_whole_groups_first_and_few_key_heads_by_several() {
-        assert_eq!(shares(&attn(8, 4), 1), [(8, 0..4)]);
-        assert_eq!(shares(&attn(8, 4), 2), [(4, 0..2), (4, 2..4)]);
-        assert_eq!(shares(&attn(20, 10), 4), [(6, 0..3), (6, 3..6), (4, 6..8), (4, 8..10)]);
-        assert_eq!(shares(&attn(8, 2), 4), [(2, 0..1), (2, 0..1), (2, 1..2), (2, 1..2)]);
+        assert_eq!(parts(&attn(8, 4), 1), [(8, 0..4)]);
+        assert_eq!(parts(&attn(8, 4), 2), [(4, 0..2), (4, 2..4)]);
+        assert_eq!(parts(&attn(20, 10), 4), [(6, 0..3), (6, 3..6), (4, 6..8), (4, 8..10)]);
+        assert_eq!(parts(&attn(8, 2), 4), [(2, 0..1), (2, 0..1), (2, 1..2), (2, 1..2)]);
         for (heads, kv_heads, ranks) in [(8, 4, 2), (20, 10, 4), (8, 2, 4), (8, 1, 8), (6, 6, 5)] {
             let attn = attn(heads, kv_heads);
             let of = |rank| HeadShare::of(&attn, SequenceRank { rank, ranks });

@@ -70,7 +70,9 @@ pub(super) fn give_turns<'a, D: Device>(
     memory: PinnedSlice,
 ) -> Result<()> {
     let (buffers, places): (Vec<_>, Vec<_>) = arrays.unzip();
-    places.into_iter().zip(host_turns(dev, &buffers, memory)?).for_each(|(place, turn)| *place = Some(turn));
+    for (place, turn) in places.into_iter().zip(host_turns(dev, &buffers, memory)?) {
+        *place = Some(turn);
+    }
     Ok(())
 }
 

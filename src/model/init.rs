@@ -33,10 +33,10 @@ pub(crate) fn init_flat(table: &TensorTable, seed: u64, start: usize, out: &mut 
         "elements {start} to {}: the start is odd, or the end is outside the table",
         start + out.len()
     );
-    let share = out.len().div_ceil(threads.max(1)).max(1).next_multiple_of(PART_ELEMS);
+    let part_elems = out.len().div_ceil(threads.max(1)).max(1).next_multiple_of(PART_ELEMS);
     std::thread::scope(|scope| {
-        for (i, out) in out.chunks_mut(share).enumerate() {
-            let fill = move || init_range(table, seed, start + i * share, out);
+        for (i, out) in out.chunks_mut(part_elems).enumerate() {
+            let fill = move || init_range(table, seed, start + i * part_elems, out);
             let spawned = std::thread::Builder::new().name(format!("init-{i:02}")).spawn_scoped(scope, fill);
             spawned.map_err(|e| Error::resource(format!("start initialisation thread {i}"), e))?;
         }

@@ -2,7 +2,7 @@
 //! these arrays save them for all tokens, and compute in the same tiles.
 
 use super::Model;
-use super::activations::{LayerActivations, NormActivations, RawActivations};
+use super::activation_arrays::{LayerActivations, NormActivations, RawActivations};
 use crate::device::DeviceSlice;
 use std::ops::Range;
 

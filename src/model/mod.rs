@@ -4,10 +4,12 @@
 //! A micro-step is `forward(Embed)`, `forward(Layer(0))` and up, `head`, `backward(Layer(L-1))` and down, `backward(Embed)`. After each
 //! backward module the gradients of that module's flat range are complete.
 
+mod activation_arrays;
 pub(crate) mod activations;
 mod arithmetic;
 mod backward;
 mod config_json;
+mod expert_bounds;
 pub(crate) mod family;
 pub(crate) mod flops;
 mod forward;
@@ -18,6 +20,7 @@ pub(crate) mod heads;
 mod host_turns;
 pub(crate) mod init;
 pub(crate) mod layer_shape;
+mod loss_tile;
 mod micro_batch;
 pub(crate) mod mlp_tile;
 mod moe;
@@ -38,7 +41,7 @@ use crate::device::{DeviceSlice, Embed, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::pinned::PinnedSlice;
-use activations::Activations;
+use activation_arrays::Activations;
 use params::{EmbedParams, HeadParams, LayerParams};
 use shape::ModelShape;
 use std::ops::Range;

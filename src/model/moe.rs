@@ -5,7 +5,7 @@
 //! recomputation uses the same choices.
 
 use super::Model;
-use super::activations::{Activations, ExpertWork, LayerActivations, RoutedActivations};
+use super::activation_arrays::{Activations, ExpertWork, LayerActivations, RoutedActivations};
 use super::head::MicroStep;
 use super::layer_shape::Moe;
 use super::params::{LayerParams, LinearParams, Param};
@@ -29,7 +29,7 @@ pub(super) struct MoeLayer<'a> {
 }
 
 impl Model {
-    /// Expert bounds of all layers for the last micro-batch, laid out as [`super::activations::expert_bounds`] describes; `None` without
+    /// Expert bounds of all layers for the last micro-batch, laid out as [`super::expert_bounds::expert_bounds`] describes; `None` without
     /// experts.
     pub(crate) fn expert_bounds(&self) -> Option<DeviceSlice> {
         self.activations.layers.iter().find_map(|layer| layer.routed).map(|routed| routed.all_bounds.0)
@@ -79,7 +79,7 @@ impl MoeLayer<'_> {
     fn add_bias<D: Kernels>(&self, dev: &mut D, params: &LinearParams, x: DeviceSlice) -> Result<()> {
         let RoutedActivations { experts, entries, .. } = self.kept;
         let cols = params.out_cols / self.moe.experts;
-        params.bias.map_or(Ok(()), |bias| dev.launch(ExpertBias { x, bias: bias.value, experts, entries, cols }))
+        if let Some(bias) = params.bias { dev.launch(ExpertBias { x, bias: bias.value, experts, entries, cols }) } else { Ok(()) }
     }
 
     /// Computes the residual stream `out` from the output of the experts' first matrix.
@@ -157,7 +157,7 @@ impl MoeLayer<'_> {
         let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: out_cols, n: in_cols, k: shape.tokens };
         dev.launch(Matmul::plain(to_input, [dlogits, weight.value, dnorm]).onto_itself(true))?;
         dev.launch(Matmul::plain(to_weight, [dlogits, self.act.mlp_norm.out, weight.grad]).onto_itself(!first))?;
-        bias.map_or(Ok(()), |bias| dev.launch(BiasBackward { dout: dlogits, dbias: bias.grad, accumulate: !first }))
+        if let Some(bias) = bias { dev.launch(BiasBackward { dout: dlogits, dbias: bias.grad, accumulate: !first }) } else { Ok(()) }
     }
 
     /// Adds the gradient of the balancing loss to the gradient of the logits, if there is such a loss. Its means are over all layers.

@@ -104,8 +104,8 @@ mod tests {
     #[test]
     fn llama3_frequencies_are_those_of_transformers() {
         // The power function of transformers has an error of up to one ulp; the blend of two such frequencies adds up to two more.
-        for (pair, (ours, theirs)) in inverse_frequencies(&LLAMA3, 16).iter().zip(LLAMA3_FREQUENCIES).enumerate() {
-            assert!(ours.to_bits().abs_diff(theirs) <= 3, "pair {pair}: {ours} and {}", f32::from_bits(theirs));
+        for (pair, (computed, expected)) in inverse_frequencies(&LLAMA3, 16).iter().zip(LLAMA3_FREQUENCIES).enumerate() {
+            assert!(computed.to_bits().abs_diff(expected) <= 3, "pair {pair}: {computed} and {}", f32::from_bits(expected));
         }
     }
 

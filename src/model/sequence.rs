@@ -6,7 +6,7 @@
 //! tokens are in workspaces.
 
 use super::Model;
-use super::activations::SequenceWork;
+use super::activation_arrays::SequenceWork;
 use super::heads::{HeadShare, SequenceRank, sharers};
 use crate::device::{AttentionShape, DeviceSlice, Kernels, MatrixPart, PARTS_MAX, Stream, SumSlices};
 use crate::error::Result;
@@ -70,7 +70,7 @@ pub(crate) trait PassRunner {
     fn dev(&mut self) -> &mut Self::Dev;
 
     /// Returns when the pulls of this rank's missing parts of `layer` are enqueued.
-    fn hand_over(&mut self, what: Handover, layer: usize) -> Result<()>;
+    fn hand_over(&mut self, handover: Handover, layer: usize) -> Result<()>;
 }
 
 /// A device without exchange. With sequence parallelism it computes with the present contents of memory.
@@ -155,16 +155,16 @@ impl Model {
     pub(crate) fn take_over<'a, D: Kernels>(
         &self,
         dev: &mut D,
-        (what, layer): (Handover, usize),
+        (handover, layer): (Handover, usize),
         shared: impl Fn(usize) -> &'a SharedActivations,
         mut pull: impl FnMut(&mut D, usize, MatrixPart, MatrixPart) -> Result<()>,
     ) -> Result<()> {
         let SequenceRank { rank: own, ranks } = self.activations.sequence;
         for peer in 0..ranks {
-            self.pulls_from(peer, shared(peer), (what, layer), &mut |from, to| pull(dev, peer, from, to))?;
+            self.pulls_from(peer, shared(peer), (handover, layer), &mut |from, to| pull(dev, peer, from, to))?;
         }
         match self.shared_parts(layer) {
-            Some(parts) if what == Handover::QkvGrad => self.sum_parts(dev, layer, parts, |dev, from, to| pull(dev, own, from, to)),
+            Some(parts) if handover == Handover::QkvGrad => self.sum_parts(dev, layer, parts, |dev, from, to| pull(dev, own, from, to)),
             _ => Ok(()),
         }
     }
@@ -197,29 +197,29 @@ impl Model {
     fn pulls_from(
         &self,
         peer: usize,
-        theirs: &SharedActivations,
-        (what, layer): (Handover, usize),
+        peer_activations: &SharedActivations,
+        (handover, layer): (Handover, usize),
         pull: &mut dyn FnMut(MatrixPart, MatrixPart) -> Result<()>,
     ) -> Result<()> {
         let (act, attn, length) = (&self.activations, &self.shape.layers[layer].attn, self.own_length());
         let (own, ranks) = (act.sequence.rank, act.sequence.ranks);
-        let (tokens_of, heads_of) = if what.is_to_heads() { (peer, own) } else { (own, peer) };
-        let columns = HeadShare::of(attn, SequenceRank { rank: heads_of, ranks }).columns(attn, what.is_qkv());
+        let (tokens_of, heads_of) = if handover.is_to_heads() { (peer, own) } else { (own, peer) };
+        let columns = HeadShare::of(attn, SequenceRank { rank: heads_of, ranks }).columns(attn, handover.is_qkv());
         let (layer_act, parts) = (&act.layers[layer], self.shared_parts(layer));
         for (all, own) in columns.pairs() {
             for sequence in 0..act.batch {
                 let (rows, first) = (sequence * length..(sequence + 1) * length, sequence * act.seq_length + tokens_of * length);
                 let of_tokens = |matrix: DeviceSlice| matrix.part(columns.all, rows.clone(), all.clone());
                 let of_heads = |matrix: DeviceSlice| matrix.part(columns.own, first..first + length, own.clone());
-                let (from, to) = match (what, parts) {
-                    (Handover::Qkv, _) => (of_tokens(theirs.qkv), of_heads(layer_act.qkv)),
-                    (Handover::OutGrad, _) => (of_tokens(theirs.dout), of_heads(self.own_heads_gradients(layer)[0])),
-                    (Handover::Out | Handover::KeptOut, _) => (of_heads(theirs.out[layer]), of_tokens(self.own_tokens(layer)[1])),
+                let (from, to) = match (handover, parts) {
+                    (Handover::Qkv, _) => (of_tokens(peer_activations.qkv), of_heads(layer_act.qkv)),
+                    (Handover::OutGrad, _) => (of_tokens(peer_activations.dout), of_heads(self.own_heads_gradients(layer)[0])),
+                    (Handover::Out | Handover::KeptOut, _) => (of_heads(peer_activations.out[layer]), of_tokens(self.own_tokens(layer)[1])),
                     (Handover::QkvGrad, Some(SharedParts { parts, cols, .. })) if all.start >= attn.out_cols() => {
                         let all = all.start - attn.out_cols()..all.end - attn.out_cols();
-                        (of_heads(theirs.dqkv), parts[peer % sharers(attn, ranks)].part(cols, rows.clone(), all))
+                        (of_heads(peer_activations.dqkv), parts[peer % sharers(attn, ranks)].part(cols, rows.clone(), all))
                     }
-                    (Handover::QkvGrad, _) => (of_heads(theirs.dqkv), of_tokens(act.dfused)),
+                    (Handover::QkvGrad, _) => (of_heads(peer_activations.dqkv), of_tokens(act.dfused)),
                 };
                 pull(from, to)?;
             }

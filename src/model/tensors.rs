@@ -428,11 +428,15 @@ impl TableBuilder<'_> {
         match names.files {
             ExpertFiles::Each(files) => {
                 self.experts_apart(module, moe, files);
-                self.specs[from..].iter_mut().for_each(|spec| spec.experts_path = Some(at(names.experts)));
+                for spec in &mut self.specs[from..] {
+                    spec.experts_path = Some(at(names.experts));
+                }
             }
             ExpertFiles::Stacked(files) => self.experts_stacked(module, moe, files, |name| at(&format!("{}.{name}", names.experts))),
         }
-        self.specs[from..].iter_mut().for_each(|spec| spec.experts = (moe.experts, moe.top_k));
+        for spec in &mut self.specs[from..] {
+            spec.experts = (moe.experts, moe.top_k);
+        }
         let roles = (Role::Router, moe.router_bias.then_some(Role::RouterBias));
         self.linear(module, roles, &[at(names.router)], &[moe.experts], self.shape.channels, self.matrix_init());
     }

@@ -310,7 +310,7 @@ mod tests {
             commit(at(t as u64 + 1, 1.0), &mut owned.state(), &grads);
         }
         for i in 0..8 {
-            let near = |ours: f32, torch: f32, bound: f64| assert!(f64::from(ours - torch).abs() <= bound, "{i}: {ours} {torch}");
+            let near = |got: f32, torch: f32, bound: f64| assert!(f64::from(got - torch).abs() <= bound, "{i}: {got} {torch}");
             // Both sides round a parameter below 1 at most three times a step; all other differences are scaled by lr = 0.01.
             near(owned.params[i], golden_params[i], 2.0 * 3.0 * 10.0 * U);
             // Moments: four roundings for each step and side, of values up to the largest gradient (2, squared 4), over the memory of beta.
@@ -426,7 +426,7 @@ mod tests {
         (before, undone)
     }
 
-    fn share(owned: &Owned, is: impl Fn(usize) -> bool) -> f64 {
+    fn fraction(owned: &Owned, is: impl Fn(usize) -> bool) -> f64 {
         (0..owned.params.len()).filter(|&i| is(i)).count() as f64 / owned.params.len() as f64
     }
 
@@ -435,7 +435,7 @@ mod tests {
         let differing = |factor| {
             let (before, undone) = stepped_and_undone(factor);
             let fields: [fn(AdamElement) -> f32; 3] = [|e| e.param, |e| e.m, |e| e.v];
-            fields.map(|field| share(&before, |i| field(before.element(i)) != field(undone.element(i))))
+            fields.map(|field| fraction(&before, |i| field(before.element(i)) != field(undone.element(i))))
         };
         let [params, m, v] = differing(1.0);
         assert!((0.003..0.02).contains(&params) && (0.2..0.4).contains(&m) && (0.03..0.1).contains(&v), "{params} {m} {v}");
@@ -446,13 +446,13 @@ mod tests {
     #[test]
     fn inverse_of_a_large_spike_destroys_state_for_good() {
         let (before, mut undone) = stepped_and_undone(1e5);
-        assert!(share(&before, |i| before.v[i] < 0.0) == 0.0);
-        let negative = share(&undone, |i| undone.v[i] < 0.0);
+        assert!(fraction(&before, |i| before.v[i] < 0.0) == 0.0);
+        let negative = fraction(&undone, |i| undone.v[i] < 0.0);
         assert!((0.2..0.6).contains(&negative), "negative second moments: {negative}");
         // The next step takes their square roots, and its rollback replaces the NaNs by zeros.
         let grads = vec![0.0f32; undone.params.len()];
         commit(at(51, 1.0), &mut undone.state(), &grads);
         inverse(at(51, 1.0), &mut undone.state(), &grads);
-        assert_eq!(share(&undone, |i| undone.params[i] == 0.0), negative);
+        assert_eq!(fraction(&undone, |i| undone.params[i] == 0.0), negative);
     }
 }

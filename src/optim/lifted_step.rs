@@ -101,9 +101,9 @@ struct BlockSizes {
 impl LiftedStep {
     pub(super) fn new(step: AdamStep) -> Self {
         let AdamStep { consts, scale } = step;
-        let is_share = |x: f32| x == 0.0 || (power(-30)..=1.0).contains(&x);
-        let shares = [consts.beta1, consts.one_minus_beta1, consts.beta2, consts.one_minus_beta2];
-        let is_ordinary = shares.into_iter().all(is_share)
+        let is_fraction = |x: f32| x == 0.0 || (power(-30)..=1.0).contains(&x);
+        let factors = [consts.beta1, consts.one_minus_beta1, consts.beta2, consts.one_minus_beta2];
+        let is_ordinary = factors.into_iter().all(is_fraction)
             && (0.5..=1.0).contains(&consts.decay)
             && (1.0..1024.0).contains(&consts.inv_sqrt_bias2)
             && (power(-50)..1.0).contains(&consts.eps)
@@ -277,10 +277,10 @@ mod tests {
             lifted.apply_specification(&mut golden);
             let small = lifted.apply(&mut got);
             lifted_blocks += usize::from(small && lifted.is_ordinary && !lifted.sizes(&old).large);
-            let what = |field| format!("{field} after {step:?} of {old:?}");
-            assert_same(&got.m, &golden.m, &what("m"));
-            assert_same(&got.v, &golden.v, &what("v"));
-            assert_same(&got.params, &golden.params, &what("params"));
+            let label = |field| format!("{field} after {step:?} of {old:?}");
+            assert_same(&got.m, &golden.m, &label("m"));
+            assert_same(&got.v, &golden.v, &label("v"));
+            assert_same(&got.params, &golden.params, &label("params"));
         }
         assert!(lifted_blocks > cases / 2, "{lifted_blocks} of {cases} blocks are lifted");
     }

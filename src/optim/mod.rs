@@ -5,30 +5,19 @@
 //! same bits by [`lifted`] arithmetic.
 
 pub(crate) mod adam;
+pub(crate) mod clip;
+pub(crate) mod formats;
+pub(crate) mod host_passes;
 mod lifted;
 mod lifted_step;
 pub(crate) mod moments;
 pub(crate) mod norm;
+pub(crate) mod optimizer;
 #[cfg(test)]
 pub(crate) mod samples;
 pub(crate) mod schedule;
 pub(crate) mod simd;
-
-/// One of the three arrays of AdamW's state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StatePart {
-    /// The parameters.
-    Params = 0,
-    /// First moments.
-    M = 1,
-    /// Second moments.
-    V = 2,
-}
-
-impl StatePart {
-    /// All parts, in their order in checkpoints and digests.
-    pub const ALL: [Self; 3] = [Self::Params, Self::M, Self::V];
-}
+pub(crate) mod state_array;
 
 /// Maximum elements that pass at once between state and checkpoint, digest or initial weights; the plan counts one such buffer.
 pub(crate) const PIECE_ELEMS: usize = 4 << 20;

@@ -10,8 +10,7 @@
 //! bucket or device. A value that bfloat16 represents exactly is never changed.
 
 use crate::dtype::{Dtype, Element};
-use crate::error::Result;
-use crate::optim::StatePart;
+use crate::optim::state_array::{ArrayRounding, StateArray, StateArrays, StatePart};
 use half::bf16;
 use std::fmt;
 
@@ -27,75 +26,35 @@ pub enum Moments {
 }
 
 impl Moments {
-    /// Format of one of the state's arrays.
-    pub const fn dtype(self, part: StatePart) -> Dtype {
-        match (self, part) {
-            (Self::Bfloat16, StatePart::M | StatePart::V) => Dtype::Bfloat16,
-            _ => Dtype::Float32,
+    /// The arrays of AdamW's state with moments in this format.
+    pub const fn arrays(self) -> StateArrays {
+        match self {
+            Self::Float32 => StateArrays::new(&FLOAT32),
+            Self::Bfloat16 => StateArrays::new(&BFLOAT16),
         }
-    }
-
-    /// Bytes of a parameter's state: the parameter, m and v.
-    pub const fn state_bytes(self) -> usize {
-        self.dtype(StatePart::Params).bytes() + self.dtype(StatePart::M).bytes() + self.dtype(StatePart::V).bytes()
-    }
-
-    /// Fills `to` with the stored form of fp32 `values` of an array. Second moments that the format does not represent are rounded by
-    /// `rounding`.
-    ///
-    /// # Panics
-    /// If `to` has another size.
-    pub(crate) fn store(self, part: StatePart, values: &[f32], rounding: Rounding, to: &mut [u8]) {
-        match (self.dtype(part), part) {
-            (Dtype::Bfloat16, StatePart::V) => narrow(values, to, |i, v| bf16::second(v, rounding.bits(i))),
-            (Dtype::Bfloat16, _) => narrow(values, to, |_, x| bf16::from_f32(x)),
-            _ => to.copy_from_slice(bytemuck::cast_slice(values)),
-        }
-    }
-
-    /// Passes the stored form of fp32 `values` of an array to `each`, in pieces. The format must represent the values exactly.
-    ///
-    /// # Errors
-    /// Errors of `each`.
-    pub(crate) fn stored(self, part: StatePart, values: &[f32], mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
-        if self.dtype(part) == Dtype::Float32 {
-            return each(bytemuck::cast_slice(values));
-        }
-        let mut room = [0; 2 * 4096];
-        values.chunks(room.len() / 2).try_for_each(|values| {
-            let bytes = &mut room[..2 * values.len()];
-            narrow(values, bytes, |_, x| bf16::from_f32(x));
-            each(bytes)
-        })
-    }
-
-    /// Sets `values` of an array from their stored form, which `read` provides.
-    ///
-    /// # Errors
-    /// Errors of `read`.
-    pub(crate) fn load(self, part: StatePart, values: &mut [f32], read: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
-        let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
-        // The stored form is read to the end of the fp32 buffer, so that no other memory is needed.
-        let start = bytes.len() - bytes.len() / 4 * self.dtype(part).bytes();
-        read(&mut bytes[start..])?;
-        for (to, from) in (0..start).step_by(2).map(|at| (2 * at, start + at)) {
-            let value = bf16::from_le_bytes([bytes[from], bytes[from + 1]]).to_f32();
-            bytes[to..to + 4].copy_from_slice(&value.to_le_bytes());
-        }
-        Ok(())
     }
 }
 
-fn narrow(values: &[f32], to: &mut [u8], stored: impl Fn(usize, f32) -> bf16) {
-    assert_eq!(to.len(), 2 * values.len(), "room for the stored moments");
-    for (i, (to, &value)) in to.chunks_exact_mut(2).zip(values).enumerate() {
-        to.copy_from_slice(&stored(i, value).to_le_bytes());
-    }
+impl StatePart {
+    /// AdamW's first moments.
+    pub const M: Self = Self::at(1);
+    /// AdamW's second moments.
+    pub const V: Self = Self::at(2);
 }
+
+/// The arrays of AdamW's state with moments in the format `dtype`.
+const fn adamw(dtype: Dtype) -> [StateArray; 3] {
+    let m = StateArray { name: "m", dtype, rounding: ArrayRounding::Nearest, is_nonnegative: false };
+    let v = StateArray { name: "v", dtype, rounding: ArrayRounding::Stochastic, is_nonnegative: true };
+    [StateArray::PARAMS, m, v]
+}
+
+const FLOAT32: [StateArray; 3] = adamw(Dtype::Float32);
+const BFLOAT16: [StateArray; 3] = adamw(Dtype::Bfloat16);
 
 impl fmt::Display for Moments {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.dtype(StatePart::M).fmt(f)
+        self.arrays()[StatePart::M].dtype.fmt(f)
     }
 }
 
@@ -194,12 +153,12 @@ mod tests {
                 (0..DRAWS).filter(up).count() as f64 / DRAWS as f64
             };
             let deviation = (lost * (1.0 - lost) / DRAWS as f64).sqrt();
-            for (over, share) in [
+            for (over, fraction) in [
                 ("elements", mean(&|at| Rounding { key: rounding_key(7), first: 0 }.bits(at))),
                 ("elements behind 2^32", mean(&|at| Rounding { key: rounding_key(1 << 33), first: 5 << 32 }.bits(3 * at))),
                 ("steps", mean(&|at| Rounding { key: rounding_key(at as u64), first: 12_345 }.bits(0))),
             ] {
-                assert!(unit > 0.0 && (share - lost).abs() <= 4.0 * deviation + 1e-4, "{v:e} over {over}: {share} rise, not {lost}");
+                assert!(unit > 0.0 && (fraction - lost).abs() <= 4.0 * deviation + 1e-4, "{v:e} over {over}: {fraction} rise, not {lost}");
             }
         }
     }
@@ -208,15 +167,16 @@ mod tests {
     fn stored_moments_read_back_and_a_second_moment_rounds_to_either_side() {
         let (values, rounding) = (wild::<f32>(4, 999), Rounding { key: rounding_key(5), first: 77 });
         for moments in [Moments::Float32, Moments::Bfloat16] {
-            for part in StatePart::ALL {
-                let mut stored = vec![0; values.len() * moments.dtype(part).bytes()];
-                moments.store(part, &values, rounding, &mut stored);
+            for part in moments.arrays().parts() {
+                let array = moments.arrays()[part];
+                let mut stored = vec![0; array.bytes(values.len())];
+                array.store(&values, rounding, &mut stored);
                 let mut read = vec![0.0; values.len()];
                 let copy = |bytes: &mut [u8]| {
                     bytes.copy_from_slice(&stored);
                     Ok(())
                 };
-                moments.load(part, &mut read, copy).unwrap();
+                array.load(&mut read, copy).unwrap();
                 let want = |i: usize| match (moments, part) {
                     (Moments::Bfloat16, StatePart::M) => <bf16 as Element>::from_f32(values[i]).to_f32(),
                     (Moments::Bfloat16, StatePart::V) => bf16::second(values[i], rounding.bits(i)).to_f32(),
@@ -224,7 +184,7 @@ mod tests {
                 };
                 assert_same(&read, &(0..values.len()).map(want).collect::<Vec<_>>(), &format!("{part:?} in {moments}"));
                 let mut again = vec![0; stored.len()];
-                moments.store(part, &read, rounding.behind(3), &mut again);
+                array.store(&read, rounding.behind(3), &mut again);
                 assert!(again == stored || values.iter().any(|x| x.is_nan()), "{part:?} in {moments}: what is held stays");
             }
         }

@@ -40,11 +40,11 @@ pub(crate) fn same(a: f32, b: f32) -> bool {
 }
 
 /// Panics at the first difference.
-pub(crate) fn assert_same<T: Element>(a: &[T], b: &[T], what: &str) {
-    assert_eq!(a.len(), b.len(), "{what}");
+pub(crate) fn assert_same<T: Element>(a: &[T], b: &[T], label: &str) {
+    assert_eq!(a.len(), b.len(), "{label}");
     let differs = |i: &usize| !same(a[*i].to_f32(), b[*i].to_f32());
     if let Some(i) = (0..a.len()).find(differs) {
-        panic!("{what}: element {i} is {:?}, not {:?}", a[i], b[i]);
+        panic!("{label}: element {i} is {:?}, not {:?}", a[i], b[i]);
     }
 }
 

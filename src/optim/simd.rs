@@ -5,12 +5,12 @@
 //! [`Stores`]. On x86-64 a block with denormal moments takes a separate path: see [`lifting`].
 #![allow(unsafe_code)]
 
-use crate::dtype::{Dtype, Element};
+use crate::dtype::Element;
 use crate::error::{Error, Result};
 use crate::optim::adam::{self, AdamState, AdamStep};
+use crate::optim::formats::{Grads, Weights, typed};
 use crate::optim::moments::Moment;
 use crate::optim::norm;
-use half::{bf16, f16};
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
@@ -74,69 +74,6 @@ impl FromStr for Isa {
 
 fn names(isas: &[Isa]) -> String {
     isas.iter().map(|isa| isa.name()).collect::<Vec<_>>().join(", ")
-}
-
-/// Gradients of a format known at run time.
-#[derive(Clone, Copy, Debug)]
-pub enum Grads<'a> {
-    /// `float32`.
-    F32(&'a [f32]),
-    /// `bfloat16`.
-    Bf16(&'a [bf16]),
-    /// `float16`.
-    F16(&'a [f16]),
-}
-
-impl<'a> Grads<'a> {
-    /// Reads `bytes` as gradients of `dtype`.
-    ///
-    /// # Panics
-    /// If `dtype` is not a float format, or `bytes` is misaligned or not a whole number of elements.
-    pub fn from_bytes(dtype: Dtype, bytes: &'a [u8]) -> Self {
-        match dtype {
-            Dtype::Float32 => Self::F32(bytemuck::cast_slice(bytes)),
-            Dtype::Bfloat16 => Self::Bf16(bytemuck::cast_slice(bytes)),
-            Dtype::Float16 => Self::F16(bytemuck::cast_slice(bytes)),
-            _ => panic!("gradients must be floats of 16 or 32 bits, these are {dtype}"),
-        }
-    }
-}
-
-/// Working weights of a format known at run time, for writing.
-#[derive(Debug)]
-pub enum Weights<'a> {
-    /// `float32`.
-    F32(&'a mut [f32]),
-    /// `bfloat16`.
-    Bf16(&'a mut [bf16]),
-    /// `float16`.
-    F16(&'a mut [f16]),
-}
-
-impl<'a> Weights<'a> {
-    /// Views `bytes` as working weights of `dtype`, for writing.
-    ///
-    /// # Panics
-    /// As [`Grads::from_bytes`].
-    pub fn from_bytes(dtype: Dtype, bytes: &'a mut [u8]) -> Self {
-        match dtype {
-            Dtype::Float32 => Self::F32(bytemuck::cast_slice_mut(bytes)),
-            Dtype::Bfloat16 => Self::Bf16(bytemuck::cast_slice_mut(bytes)),
-            Dtype::Float16 => Self::F16(bytemuck::cast_slice_mut(bytes)),
-            _ => panic!("working weights must be floats of 16 or 32 bits, these are {dtype}"),
-        }
-    }
-}
-
-/// Runs `$body` with the typed slice inside a [`Grads`] or a [`Weights`].
-macro_rules! typed {
-    ($kind:ident($slice:ident) = $value:expr => $body:expr) => {
-        match $value {
-            $kind::F32($slice) => $body,
-            $kind::Bf16($slice) => $body,
-            $kind::F16($slice) => $body,
-        }
-    };
 }
 
 /// Kind of stores with which the passes of every step write their results; it does not change the results.
@@ -211,7 +148,7 @@ impl AdamKernels {
             let [p, m, v] = spans(&state);
             self.run_blocks(g.len(), [p, m, v, ArraySpan::of(o)], (state, o), #[inline(always)] move |(state, o), access, at| {
                 let (mut block, grads) = (AdamBlock::load(access, state, &at), access.read(g, &at));
-                let (mut new, narrow) = block.room(at.len());
+                let (mut new, narrow) = block.buffers(at.len());
                 let small = access.careful && lifting.step(access.isa, &mut new, grads, narrow);
                 if !access.careful {
                     adam::step(step, &mut new, grads, narrow);
@@ -233,7 +170,7 @@ impl AdamKernels {
             let lifting = lifting::Lifting::new(step);
             self.run_blocks(g.len(), [ArraySpan::of(o)], o, #[inline(always)] move |o, access, at| {
                 let (mut block, grads) = (AdamBlock::load(access, state, &at), access.read(g, &at));
-                let (old, narrow) = block.room(at.len());
+                let (old, narrow) = block.buffers(at.len());
                 let small = access.careful && lifting.speculate(access.isa, &old, grads, narrow);
                 if !access.careful {
                     adam::speculate(step, &old, grads, narrow);
@@ -253,7 +190,7 @@ impl AdamKernels {
             let (state, lifting) = (state.sized(g.len()), lifting::Lifting::new(step));
             self.run_blocks(g.len(), spans(&state), state, #[inline(always)] move |state, access, at| {
                 let (mut block, grads) = (AdamBlock::<M, f32>::load(access, state, &at), access.read(g, &at));
-                let mut new = block.room(at.len()).0;
+                let mut new = block.buffers(at.len()).0;
                 let small = access.careful && lifting.commit(access.isa, &mut new, grads);
                 if !access.careful {
                     adam::commit(step, &mut new, grads);
@@ -305,7 +242,7 @@ impl AdamKernels {
             self.run_blocks(g.len(), [p, m, v, ArraySpan::of(o)], (state, o), #[inline(always)] move |(state, o), access, at| {
                 let mut block = AdamBlock::load(access, state, &at);
                 let (h, g) = (access.read(h, &at), access.read(g, &at));
-                let (mut new, narrow) = block.room(at.len());
+                let (mut new, narrow) = block.buffers(at.len());
                 let small = access.careful && first.commit(access.isa, &mut new, h) | then.speculate(access.isa, &new, g, narrow);
                 if !access.careful {
                     adam::commit_then_speculate(pending, h, next, g, &mut new, narrow);
@@ -413,7 +350,7 @@ impl<M: Moment, O: Element> AdamBlock<M, O> {
 
     /// The first `elems` elements, and memory for their working weights.
     #[inline(always)]
-    fn room(&mut self, elems: usize) -> (AdamState<'_, M>, &mut [O]) {
+    fn buffers(&mut self, elems: usize) -> (AdamState<'_, M>, &mut [O]) {
         let Self { first, params, m, v, out } = self;
         (AdamState { first: *first, params: &mut params[..elems], m: &mut m[..elems], v: &mut v[..elems] }, &mut out[..elems])
     }
@@ -515,6 +452,7 @@ mod tests {
     use super::*;
     use crate::optim::adam::{AdamConsts, AdamHyper};
     use crate::optim::samples::{assert_same, ordinary, wild};
+    use half::{bf16, f16};
 
     mod campaign;
     mod guard_pages;
@@ -623,11 +561,11 @@ mod tests {
                     let (mut got, kernels) = (self.clone(), AdamKernels::new(isa).unwrap().with_stores(stores));
                     got.by_kernels(kernels, pass, steps(), offsets);
                     let formats = format!("{} to {}, moments {}", G::DTYPE, O::DTYPE, M::DTYPE);
-                    let what = |field| format!("{kernels} {pass:?} {formats}, {} elements at {offsets:?}: {field}", self.grads.len());
-                    assert_same(&got.params, &golden.params, &what("params"));
-                    assert_same(&got.m, &golden.m, &what("m"));
-                    assert_same(&got.v, &golden.v, &what("v"));
-                    assert_same(&got.out, &golden.out, &what("out"));
+                    let label = |field| format!("{kernels} {pass:?} {formats}, {} elements at {offsets:?}: {field}", self.grads.len());
+                    assert_same(&got.params, &golden.params, &label("params"));
+                    assert_same(&got.m, &golden.m, &label("m"));
+                    assert_same(&got.v, &golden.v, &label("v"));
+                    assert_same(&got.out, &golden.out, &label("out"));
                 }
             }
         }

@@ -191,7 +191,7 @@ impl Workload<'_> {
 
     /// All memory classes that are not empty.
     pub(crate) fn classes(&self, layout: &BucketLayout, rings: Rings, activations: &ActivationPlan) -> Vec<MemoryClass> {
-        let (flat, ranks, state_bytes) = (layout.flat_elems(), self.site.ranks, self.recipe.numerics.moments.state_bytes());
+        let (flat, ranks, state_bytes) = (layout.flat_elems(), self.site.ranks, self.recipe.numerics.moments.arrays().state_bytes());
         // Only the optimizer state of a paged bucket crosses the link.
         let [offloaded, paged] = [Tier::Host, Tier::Unified].map(|tier| layout.elems_in(tier).len());
         let slices = || (0..ranks).map(|rank| Slices::new(layout.clone(), rank, ranks));
@@ -274,8 +274,8 @@ impl Workload<'_> {
     }
 
     /// Host buffers of the drivers: all micro-batches of a step, because they are read before the first one runs; partial sums of the norm,
-    /// a flag, and the loss of each share; expert rows of each micro-batch; embedding rows that are stepped last; and buffers for state in
-    /// transfer.
+    /// a flag, and the loss of each partial sum; expert rows of each micro-batch; embedding rows that are stepped last; and buffers for
+    /// state in transfer.
     fn driver_bytes(&self, layout: &BucketLayout) -> usize {
         let parts = self.recipe.step.micro_batches * self.recipe.step.sequence_ranks;
         let (norm_partials, expert_words) = (layout.flat_elems() / BLOCK, parts * bounds_elems(self.shape()));
@@ -321,7 +321,7 @@ impl Workload<'_> {
     fn paged_window_bytes(&self, layout: &BucketLayout) -> usize {
         let DeviceMemory::Own { addressing: Addressing::Managed, .. } = self.site.machine.device else { return 0 };
         PAGED_WINDOW.min(layout.buckets_in(Tier::Unified).len())
-            * (self.recipe.numerics.moments.state_bytes() * layout.bucket_elems() + 3 * PAGE_BYTES)
+            * (self.recipe.numerics.moments.arrays().state_bytes() * layout.bucket_elems() + 3 * PAGE_BYTES)
     }
 }
 
@@ -342,7 +342,7 @@ pub(super) fn kept(layout: &BucketLayout, ring: Option<RingShape>, ranks: usize)
     layout.offloaded().min(ringed)..ringed
 }
 
-/// fp32 sums kept per element if `ranks` ranks add a gradient share each in every round: one of whole groups, and one of an incomplete
+/// fp32 sums kept per element if `ranks` ranks add a partial sum each in every round: one of whole groups, and one of an incomplete
 /// group.
 pub(crate) fn kept_sums((partial_sums, group): (usize, usize), ranks: usize) -> usize {
     if partial_sums == ranks { 0 } else { 1 + usize::from(!ranks.is_multiple_of(group)) }
@@ -355,12 +355,14 @@ pub(super) fn sums_within(group: usize, (ranks, processes): (usize, usize)) -> b
 
 /// Elements of gradient sums on the host, and of the device buffers through which they pass.
 pub(crate) fn host_sums(layout: &BucketLayout, sums_on_host: bool) -> [usize; 2] {
-    let elems = if sums_on_host { layout.offloaded_elems() } else { 0 };
-    [elems, SUM_PLACES.min(elems.div_ceil(layout.bucket_elems())) * layout.bucket_elems()]
+    if !sums_on_host {
+        return [0, 0];
+    }
+    [layout.offloaded_elems(), SUM_PLACES.min(layout.offloaded()) * layout.bucket_elems()]
 }
 
 /// Dimensions of the progress counters. Their mail holds the micro-batches of a step, or a piece of state. The tuple has a step's gradient
-/// shares, the words of its micro-batches, and the experts of all layers.
+/// partial sums, the words of its micro-batches, and the experts of all layers.
 pub(super) fn counter_sizes(
     layout: &BucketLayout,
     ranks: usize,

@@ -72,6 +72,10 @@ pub(super) fn check_ranks(settings: &Settings, layout: &BucketLayout) -> Result<
     let (ranks, all) = (settings.ranks(), settings.ranks_in_words());
     match settings.weights {
         _ if ranks == 1 => Ok(()),
+        _ if settings.processes > 1 && !layout.is_uniform() => Err(Error::usage(format!(
+            "{all}: this optimizer needs whole tensors in a bucket, and checkpoints of several processes hold buckets of equal sizes; use \
+             --processes 1"
+        ))),
         WeightsChoice::Flow => Err(Error::usage(format!("--weights flow cannot be combined with {all}: use --weights sharded"))),
         _ if layout.bucket_elems() / BLOCK < ranks => Err(Error::usage(format!(
             "{all}: a bucket of {} elements has too few blocks of {BLOCK} for each to own one; use a larger --bucket-mib",

@@ -145,7 +145,7 @@ impl Planner<'_> {
     /// options are tried before a smaller tile, which changes bits.
     fn search(&self, predictor: &Predictor) -> Result<Choice> {
         let weight_placements = self.weight_placements();
-        // Sums on the host cross the link with every gradient share, so they are the last resort.
+        // Sums on the host cross the link with every partial sum, so they are the last resort.
         let sums: &[bool] = if self.workload.may_sum_on_host() { &[false, true] } else { &[false] };
         let places = || {
             sums.iter()

@@ -7,7 +7,7 @@ use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
 use crate::model::policy::LayerPolicy;
 use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
-use crate::units::Bytes;
+use crate::units::{Bytes, counted};
 use clap::ValueEnum;
 use std::fmt;
 
@@ -58,8 +58,8 @@ impl Plan {
             if self.recipe.step.shares > 1 { format!(" in {} gradient shares{groups}", self.recipe.step.shares) } else { String::new() };
         writeln!(
             f,
-            "  step        {ranks}{accum} x {batch} x {seq} = {} tokens{partial_sums}; loss in tiles of {} x {}",
-            self.tokens_per_step(),
+            "  step        {ranks}{accum} x {batch} x {seq} = {}{partial_sums}; loss in tiles of {} x {}",
+            counted(self.tokens_per_step(), "token"),
             self.recipe.numerics.loss_tile.rows,
             self.recipe.numerics.loss_tile.vocab
         )?;
@@ -102,10 +102,10 @@ impl Plan {
             0 => writeln!(f, "  buckets     {count} of {bucket}; fits without offload: every optimizer state stays on the device")?,
             _ => writeln!(
                 f,
-                "  buckets     {count} of {bucket}, {} with a resident optimizer; {} gradient slots, {} parameter slots",
+                "  buckets     {count} of {bucket}, {} with a resident optimizer; {}, {}",
                 count - offloaded,
-                self.placement.grad_slots,
-                self.placement.param_slots
+                counted(self.placement.grad_slots, "gradient slot"),
+                counted(self.placement.param_slots, "parameter slot")
             )?,
         }
         if !layout.early().is_empty() {
@@ -150,13 +150,20 @@ impl Plan {
     }
 
     fn write_optimizer(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let isa = if self.site.elsewhere && self.site.isa != Isa::Scalar { "vector code".into() } else { self.site.isa.to_string() };
+        let isa =
+            if self.site.for_other_machine && self.site.isa != Isa::Scalar { "vector code".into() } else { self.site.isa.to_string() };
         let moments = if self.recipe.numerics.moments == Moments::Float32 {
             String::new()
         } else {
             format!(", moments in {}", self.recipe.numerics.moments)
         };
-        writeln!(f, "  optimizer   AdamW on {} threads, {isa}{moments}; clip above {}", self.site.threads, self.recipe.max_grad_norm)
+        writeln!(
+            f,
+            "  optimizer   {} on {}, {isa}{moments}; clip above {}",
+            self.optimizer().name(),
+            counted(self.site.threads, "thread"),
+            self.recipe.max_grad_norm
+        )
     }
 
     /// The assumption about expert products in the step time, if the profile lacks their rate.
@@ -221,5 +228,5 @@ pub(crate) fn describe_policies(policies: &[LayerPolicy]) -> String {
     let count = |policy: &LayerPolicy| policies.iter().filter(|other| *other == policy).count();
     let used = LayerPolicy::value_variants().iter().map(|policy| (count(policy), policy)).filter(|(count, _)| *count > 0);
     let named: Vec<_> = used.map(|(count, policy)| format!("{count} {policy}")).collect();
-    format!("{} layers: {}", policies.len(), named.join(", "))
+    format!("{}: {}", counted(policies.len(), "layer"), named.join(", "))
 }

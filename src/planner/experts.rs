@@ -104,8 +104,8 @@ mod tests {
         let slower = of(ExpertProductsChoice::Own, GroupedLayouts::Usable).note.unwrap();
         assert!(slower.ends_with("cuBLASLt is faster (--expert-products cublaslt)"), "{slower}");
         assert_eq!(of(ExpertProductsChoice::Own, old()).note.as_deref(), Some("multiplied by this program's kernels"));
-        let elsewhere = of(ExpertProductsChoice::Auto, GroupedLayouts::Unknown);
-        assert!(elsewhere.by == ExpertProducts::Own && elsewhere.note.unwrap().contains("no rates of cuBLASLt"));
+        let without_rates = of(ExpertProductsChoice::Auto, GroupedLayouts::Unknown);
+        assert!(without_rates.by == ExpertProducts::Own && without_rates.note.unwrap().contains("no rates of cuBLASLt"));
         // If cuBLASLt is requested and missing, the device reports it later.
         let requested = of(ExpertProductsChoice::Cublaslt, old());
         assert_eq!(requested, ExpertEngine { by: ExpertProducts::Cublaslt, note: Some(BY_CUBLASLT.into()) });

@@ -81,10 +81,10 @@ impl PassRunner for Mirrored<'_> {
         self.dev
     }
 
-    fn hand_over(&mut self, what: Handover, layer: usize) -> Result<()> {
+    fn hand_over(&mut self, handover: Handover, layer: usize) -> Result<()> {
         let Some(shared) = self.shared else { return Ok(()) };
         let pull = |dev: &mut SimDevice, peer, from, to| dev.pull_rows(Stream::Compute, peer, from, to);
-        self.model.take_over(self.dev, (what, layer), |_| shared, pull)
+        self.model.take_over(self.dev, (handover, layer), |_| shared, pull)
     }
 }
 

@@ -15,6 +15,8 @@ use crate::model::activations::MicroBatch;
 use crate::model::heads::{self, SequenceRank};
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
+use crate::optim::clip::ClipRule;
+use crate::optim::optimizer::Optimizer;
 use crate::ranks::progress::CounterSizes;
 use crate::recipe::{Numerics, Recipe, StepShape};
 use std::ops::Range;
@@ -60,7 +62,7 @@ impl Plan {
 
     /// This plan for a machine other than the present one.
     pub(crate) fn for_another_machine(mut self) -> Self {
-        self.site.elsewhere = true;
+        self.site.for_other_machine = true;
         self
     }
 
@@ -68,6 +70,16 @@ impl Plan {
     pub(crate) fn with_simulated_step(mut self, step_ms: f64) -> Self {
         self.forecast.simulated_step_ms = Some(step_ms);
         self
+    }
+
+    /// The rule of clipping.
+    pub fn clip(&self) -> ClipRule {
+        ClipRule::GlobalNorm { max_norm: self.recipe.max_grad_norm }
+    }
+
+    /// The optimizer, with the formats of its state.
+    pub fn optimizer(&self) -> Optimizer {
+        Optimizer::AdamW { hyper: self.recipe.optimizer, moments: self.recipe.numerics.moments }
     }
 
     /// Parameters of the model.
@@ -90,12 +102,12 @@ impl Plan {
         self.recipe.step.micro_batches_each(self.site.ranks)
     }
 
-    /// Micro-batches of one gradient share, whole or in part.
+    /// Micro-batches of one partial sum, whole or in part.
     pub(crate) fn micro_batches_per_partial_sum(&self) -> usize {
         self.recipe.step.micro_batches_each(self.recipe.step.shares)
     }
 
-    /// This plan with `each` micro-batches in every gradient share, and the same number of shares.
+    /// This plan with `each` micro-batches in every partial sum, and the same number of partial sums.
     pub(crate) fn with_micro_batches_per_partial_sum(&self, each: usize) -> Self {
         let micro_batches = self.recipe.step.micro_batches / self.micro_batches_per_partial_sum() * each;
         let recipe = Recipe { step: StepShape { micro_batches, ..self.recipe.step }, ..self.recipe.clone() };

@@ -20,7 +20,7 @@ const POOL_DOUBT: f64 = 1.5;
 
 /// Fraction of steps without a successful speculation: the norm is clipped, or the coordinator waits for verdicts after clips. A guess
 /// between a settled run, where it is a hundred times rarer, and the first hundreds of steps of a new model, where every step is clipped.
-const VALIDATED_SHARE: f64 = 0.1;
+const VALIDATED_FRACTION: f64 = 0.1;
 
 /// Predicted seconds of a step, by resource, assuming that everything overlaps.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -53,7 +53,7 @@ impl Prediction {
 
     /// The key by which plans are compared: the mean over both kinds of steps.
     pub(super) fn mean_s(&self) -> f64 {
-        self.step_s + VALIDATED_SHARE * (self.validated_s - self.step_s)
+        self.step_s + VALIDATED_FRACTION * (self.validated_s - self.step_s)
     }
 }
 
@@ -85,12 +85,12 @@ impl<'a> Predictor<'a> {
         let (rates, ranks) = (&self.workload.site.machine.rates, self.workload.site.ranks as f64);
         let accum = self.workload.recipe.step.micro_batches_each(self.workload.site.ranks) as f64;
         let offloaded = layout.offloaded_elems() as f64 / ranks;
-        let stepped_here = layout.flat_elems() as f64 / ranks - offloaded;
+        let device_elems = layout.flat_elems() as f64 / ranks - offloaded;
         // Adam reads and writes the state, reads a gradient and writes a weight.
-        let state_bytes = self.workload.recipe.numerics.moments.state_bytes();
+        let state_bytes = self.workload.recipe.numerics.moments.arrays().state_bytes();
         let adam_bytes = 2 * state_bytes + 2 * self.workload.recipe.numerics.dtype.bytes();
         let passes_s = accum * self.passes.micro_step_s(policies) + self.sums_s(layout.flat_elems());
-        let adam_s = stepped_here * adam_bytes as f64 / rates.device_bytes_per_s;
+        let adam_s = device_elems * adam_bytes as f64 / rates.device_bytes_per_s;
         let kept_s = accum * activations.host_bytes().0 as f64 / rates.both_ways_bytes_per_s;
         if layout.away() == Tier::Unified {
             // States are paged while the optimizer runs, when nothing else uses the link.
@@ -121,7 +121,7 @@ impl<'a> Predictor<'a> {
         let (out_s, link_s) = (crossing_s(offloaded), crossing_s(offloaded + (2.0 * accum - 1.0) * streamed) + beside_peers_s);
         let pass_link_s = out_s.max(link_s / 2.0);
         // Copies in both directions slow down everything else.
-        let beside_copies = |alone_s: f64, share: f64| alone_s + link_s.min(alone_s) * (1.0 / share - 1.0);
+        let beside_copies = |alone_s: f64, fraction: f64| alone_s + link_s.min(alone_s) * (1.0 / fraction - 1.0);
         let device_s = beside_copies(passes_s + adam_s, rates.matmul_under_copies) + swapped_s;
         let pool_s = |bytes: usize| beside_copies(offloaded * bytes as f64 / self.adam_bytes_per_s(), rates.adam_under_copies);
         let (stepped_s, deferred_s) = (pool_s(self.stepped_bytes()), pool_s(self.deferred_bytes()));
@@ -150,14 +150,14 @@ impl<'a> Predictor<'a> {
         rates.to_host_s(copied) + rates.wake_up_s + stepped_s + rates.to_device_s(copied)
     }
 
-    /// Seconds that sums on the host take on the link in each direction: they cross it with every gradient share except one.
+    /// Seconds that sums on the host take on the link in each direction: they cross it with every partial sum except one.
     fn passing_sums_s(&self, layout: &BucketLayout, rings: Rings) -> f64 {
         let [elems, _] = host_sums(layout, rings.sums_on_host);
         let bytes = 4 * kept_sums((self.workload.recipe.step.shares, self.workload.recipe.step.group), 1);
         (elems * bytes * (self.workload.recipe.step.shares - 1)) as f64 / self.workload.site.machine.rates.both_ways_bytes_per_s
     }
 
-    /// Seconds to sum gradient shares: each share's gradient of the owned slice is read, and each round reads and writes an fp32 sum.
+    /// Seconds to sum partial sums: each partial sum's gradient of the owned slice is read, and each round reads and writes an fp32 sum.
     fn sums_s(&self, elems: usize) -> f64 {
         let (partial_sums, ranks, dtype) =
             (self.workload.recipe.step.shares, self.workload.site.ranks, self.workload.recipe.numerics.dtype);
@@ -167,7 +167,7 @@ impl<'a> Predictor<'a> {
 
     /// Bytes per parameter of an update after the verdict: state read and written, gradient read, weight written.
     fn stepped_bytes(&self) -> usize {
-        2 * self.workload.recipe.numerics.moments.state_bytes() + 2 * self.workload.protocol.link_dtype.bytes()
+        2 * self.workload.recipe.numerics.moments.arrays().state_bytes() + 2 * self.workload.protocol.link_dtype.bytes()
     }
 
     /// Bytes per parameter of a pass that commits one update and speculates on the next, with two gradients.

@@ -56,8 +56,8 @@ impl Plan {
         let [_, host] = self.balances();
         let (machine, settings) =
             (Machine { host_bytes: u64::MAX, ..self.site.machine.clone() }, Settings { host_limit: None, ..settings.clone() });
-        let there = Plan::new(&settings, shape, &machine, self.site.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
-        let [_, needed] = there.balances();
+        let other = Plan::new(&settings, shape, &machine, self.site.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
+        let [_, needed] = other.balances();
         Some(Balance { available: host.available, ..needed }).filter(|balance| balance.lacking() > 0)
     }
 
@@ -110,11 +110,11 @@ impl Plan {
         remedies.extend(batches);
         // fp32 sums may be stored on the host. Gradients of a single share accumulate in place.
         let is_alone = self.site.ranks == 1 && self.recipe.step.micro_batches > 1 && self.recipe.step.shares == 1;
-        let shares = settings.gradient_shares.or(is_alone.then_some(self.recipe.step.micro_batches));
-        remedies.push(("gradient-shares", with(&|s| s.gradient_shares = shares)));
+        let partial_sums = settings.gradient_shares.or(is_alone.then_some(self.recipe.step.micro_batches));
+        remedies.push(("gradient-shares", with(&|s| s.gradient_shares = partial_sums)));
         if settings.rollback == Rollback::Deferred {
             remedies.push(("moments bfloat16", with(&|s| s.moments = Moments::Bfloat16)));
-            let both = with(&|s| (s.gradient_shares, s.moments) = (shares, Moments::Bfloat16));
+            let both = with(&|s| (s.gradient_shares, s.moments) = (partial_sums, Moments::Bfloat16));
             remedies.extend(is_alone.then_some(("moments bfloat16 --gradient-shares", both)));
         }
         remedies.push(("nondeterministic", with(&|s| s.nondeterministic = true)));

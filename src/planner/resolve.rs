@@ -14,7 +14,7 @@ use super::protocol::Protocol;
 use super::rules::{Policy, Rules};
 use super::site::Site;
 use super::techniques::Techniques;
-use crate::bucket::layout::{BucketLayout, Tier};
+use crate::bucket::layout::{BucketLayout, BucketStarts, LayoutRequest, Tier};
 use crate::config::options::{
     AttentionChoice, CastSide, HostMemoryKind, IsaChoice, MatmulDtype, ResidentBuckets, Rollback, Strategy, TrainDtype, Transport,
     WeightsChoice,
@@ -31,6 +31,7 @@ use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::norm::BLOCK;
+use crate::optim::optimizer::Optimizer;
 use crate::optim::simd::Isa;
 use crate::recipe::{Numerics, Recipe};
 use crate::trace::spans_per_track;
@@ -148,7 +149,7 @@ fn site(settings: &Settings, techniques: Techniques, machine: &Machine, (experts
         data_bytes: settings.data_bytes as usize,
         host_memory: MemoryPolicy::default(),
         trace_spans: if trace { spans_per_track(threads + 1 + driver_tracks(settings.ranks())) } else { 0 },
-        elsewhere: false,
+        for_other_machine: false,
         expert_products_note: experts.note,
         rank_faults: settings.faults.clone(),
         adversary: settings.adversary,
@@ -201,7 +202,10 @@ fn cut(settings: &Settings, table: &TensorTable, dtype: Dtype) -> BucketLayout {
         None => BUCKET_BYTES_MAX.min(flat * dtype.bytes() / BUCKETS_MIN).max(least_bytes),
     };
     let away = if settings.memory == HostMemoryKind::Unified { Tier::Unified } else { Tier::Host };
-    BucketLayout::new(flat, bucket_bytes / dtype.bytes(), away)
+    let tensors: Vec<usize> = table.specs().iter().map(|spec| spec.offset_elems).collect();
+    let optimizer = Optimizer::AdamW { hyper: settings.optimizer(), moments: settings.moments };
+    let starts = if optimizer.needs_whole_tensors() { BucketStarts::Tensors(&tensors) } else { BucketStarts::Blocks };
+    LayoutRequest { flat_elems: flat, bucket_elems: bucket_bytes / dtype.bytes(), away, starts }.layout()
 }
 
 fn residency(settings: &Settings, techniques: Techniques) -> Result<Residency> {

@@ -30,7 +30,7 @@ pub struct Site {
     /// Capacity of each timeline track in spans; 0 records none.
     pub trace_spans: usize,
     /// Whether the plan is for another machine. Its instruction set is unknown.
-    pub elsewhere: bool,
+    pub for_other_machine: bool,
     /// A line about the implementation of expert products and its reason; `None` without experts.
     pub expert_products_note: Option<String>,
     /// Ranks with an injected fault.

@@ -475,29 +475,41 @@ fn offload_takes_14_bytes_a_parameter_of_host_memory_and_the_ring() {
 
 #[test]
 fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
-    let says = |shape: &ModelShape, settings: Settings, words: &[&str]| {
+    let refused_with = |shape: &ModelShape, settings: Settings, words: &[&str]| {
         let message = refusal(shape, &settings);
         words.iter().for_each(|word| assert!(message.contains(word), "`{word}` is not in `{message}`"));
     };
     let hbm = |gib| Settings { hbm_limit: Some(Bytes(gib * GIB)), weights: WeightsChoice::Replicated, ..settings() };
     let no_way = "no smaller batch or sequence would fit either";
-    says(&llama_8b(), hbm(8), &["not enough device memory: ", "8.0 GiB of device memory are available", "--hbm-limit", no_way]);
+    refused_with(&llama_8b(), hbm(8), &["not enough device memory: ", "8.0 GiB of device memory are available", "--hbm-limit", no_way]);
     if FLOW {
         // This fits because saving needs no further host memory.
-        says(&llama_8b(), hbm(16), &["16.0 GiB of device memory are available", "--weights flow would fit"]);
+        refused_with(&llama_8b(), hbm(16), &["16.0 GiB of device memory are available", "--weights flow would fit"]);
     }
     let way_out = if FLOW { "--weights flow would fit" } else { "--per-device-train-batch-size 2 would fit" };
-    says(&llama_8b(), hbm(26), &["26.0 GiB", way_out]);
-    says(&llama_8b(), Settings { activations: ActivationsChoice::Keep, ..hbm(80) }, &["device memory", "--activations auto would fit"]);
-    says(&llama_8b(), Settings { strategy: Strategy::NoOffload, ..hbm(100) }, &["--strategy superoffload would fit"]);
+    refused_with(&llama_8b(), hbm(26), &["26.0 GiB", way_out]);
+    refused_with(
+        &llama_8b(),
+        Settings { activations: ActivationsChoice::Keep, ..hbm(80) },
+        &["device memory", "--activations auto would fit"],
+    );
+    refused_with(&llama_8b(), Settings { strategy: Strategy::NoOffload, ..hbm(100) }, &["--strategy superoffload would fit"]);
     let small_host = Settings { host_limit: Some(Bytes(64 * GIB)), hbm_limit: Some(Bytes(24 * GIB)), ..settings() };
     if FLOW {
-        says(&llama_8b(), small_host, &["not enough host memory: ", "64.0 GiB of host memory are available", "; short by "]);
+        refused_with(&llama_8b(), small_host, &["not enough host memory: ", "64.0 GiB of host memory are available", "; short by "]);
     }
     let none = ResidentBuckets::Count(0);
-    says(&qwen3_14b(), Settings { resident_buckets: none, ..settings() }, &["not enough host memory: ", "125.0 GiB", "--host-limit"]);
+    refused_with(
+        &qwen3_14b(),
+        Settings { resident_buckets: none, ..settings() },
+        &["not enough host memory: ", "125.0 GiB", "--host-limit"],
+    );
     if REPARTITION {
-        says(&llama_8b(), Settings { resident_buckets: ResidentBuckets::All, ..hbm(120) }, &["device memory", "--resident-buckets "]);
+        refused_with(
+            &llama_8b(),
+            Settings { resident_buckets: ResidentBuckets::All, ..hbm(120) },
+            &["device memory", "--resident-buckets "],
+        );
     }
     let demo = Settings { host_limit: Some(Bytes(140 << 20)), ..Settings::demo() };
     let on_cpu = Plan::new(&demo, &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
@@ -585,7 +597,8 @@ fn weights_that_do_not_fit_are_streamed() {
     assert!(text.contains("stream from host memory through a ring of 1.4 GiB, forward and backward"), "{text}");
 }
 
-/// 131,072 tokens a step on small GPUs: the fp32 sums of 32 shares are on the host and pass through three bucket buffers on the device.
+/// 131,072 tokens a step on small GPUs: the fp32 sums of 32 partial sums are on the host and pass through three bucket buffers on the
+/// device.
 #[test]
 fn sums_that_do_not_fit_the_device_lie_on_the_host() {
     if !(FLOW && REPARTITION) {
@@ -644,8 +657,8 @@ fn sums_stay_on_the_device_while_they_fit() {
     let plan = |gib| plan(&llama_8b(), &Settings { hbm_limit: Some(Bytes(gib * GIB)), ..shares.clone() });
     let plans: Vec<_> = [139, 100, 70, 60, 50, 40, 30].map(plan).into_iter().collect();
     for plan in &plans {
-        let there = plan.forecast.memory.iter().find(|class| class.name == "gradient sums").map_or(0, |class| class.bytes);
-        assert_eq!(plan.placement.rings.sums_on_host, there < 4 * plan.placement.layout.flat_elems(), "{plan}");
+        let on_device = plan.forecast.memory.iter().find(|class| class.name == "gradient sums").map_or(0, |class| class.bytes);
+        assert_eq!(plan.placement.rings.sums_on_host, on_device < 4 * plan.placement.layout.flat_elems(), "{plan}");
     }
     assert!(
         !plans[..4].iter().any(|plan| plan.placement.rings.sums_on_host)

@@ -74,7 +74,7 @@ impl Contenders<'_> {
             timer.settle()?;
             Ok(alone_s / beside_s)
         })?;
-        Ok(shares.share_of(1.0))
+        Ok(shares.fraction_of(1.0))
     }
 
     /// The relative rates of copies and the optimizer while both run.
@@ -88,8 +88,8 @@ impl Contenders<'_> {
             copies.push(both.each_way / copies_alone.each_way);
             adam.push(both.adam / adam_alone.adam);
         }
-        let share = |shares| Samples::new(shares).share_of(1.0).sourced();
-        Ok((share(copies), share(adam)))
+        let fraction = |shares| Samples::new(shares).fraction_of(1.0).sourced();
+        Ok((fraction(copies), fraction(adam)))
     }
 
     /// Keeps the load `beside` running for `time_s`, from one driver thread as in a step.

@@ -1,6 +1,6 @@
 //! Copies between pinned memory and the device, by size and direction, in one direction and in both, and migration of managed memory.
 
-use super::samples::{Samples, share_curve};
+use super::samples::{Samples, fraction_curve};
 use super::timer::Timer;
 use crate::device::{Device, DeviceSlice, Stream};
 use crate::dtype::Dtype;
@@ -102,8 +102,8 @@ impl Copies {
             to_host_bytes_per_s: largest(&to_host),
             to_device_bytes_per_s: largest(&to_device),
             both_ways_bytes_per_s: both.sourced(),
-            to_host_share_by_bytes: share_curve(&to_host),
-            to_device_share_by_bytes: share_curve(&to_device),
+            to_host_share_by_bytes: fraction_curve(&to_host),
+            to_device_share_by_bytes: fraction_curve(&to_device),
             latency_s: tiny.inverse(TINY_BYTES as f64).sourced(),
             managed_bytes_per_s: managed.map(|samples| samples.sourced()),
         })

@@ -7,19 +7,19 @@ use crate::device::{AbsMaxScale, DeviceSlice, FP8_GRAIN, Kernel, Kernels, Quanti
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 
-/// Measures FLOP/s of large FP8 products in matrices of the size of `room`, for about `time_s`. `None` if the device has no FP8 or the
+/// Measures FLOP/s of large FP8 products in matrices of the size of `memory`, for about `time_s`. `None` if the device has no FP8 or the
 /// matrices are too small. The device must have reached its power limit before.
-pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, room: Product, time_s: f64) -> Result<Option<Samples>> {
+pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, memory: Product, time_s: f64) -> Result<Option<Samples>> {
     match timer.dev.prepare_fp8() {
         Err(Error::Unsupported(_)) => return Ok(None),
         ready => ready?,
     }
-    let n = room.n;
+    let n = memory.n;
     if !n.is_multiple_of(FP8_GRAIN) {
         return Ok(None);
     }
-    let ((a, a_scale), (b, b_scale)) = (narrowed(timer.dev, room.a, n)?, narrowed(timer.dev, room.b, n)?);
-    let product = ScaledMatmul { a, a_scale, b, b_scale, bias: None, base: None, c: room.c.slice(0, n * n), m: n, n, k: n };
+    let ((a, a_scale), (b, b_scale)) = (narrowed(timer.dev, memory.a, n)?, narrowed(timer.dev, memory.b, n)?);
+    let product = ScaledMatmul { a, a_scale, b, b_scale, bias: None, base: None, c: memory.c.slice(0, n * n), m: n, n, k: n };
     // The first launch may compile.
     timer.seconds(|dev| dev.launch(product))?;
     timer.rates(time_s, product.flops(), |dev| dev.launch(product)).map(Some)

@@ -12,23 +12,23 @@ use crate::host::pinned::HostMemory;
 /// Number of experts. Their square weights together fill a matrix of [`Product`].
 const EXPERTS: usize = 16;
 
-/// Measures expert products in the memory of `room` for about `time_s`: FLOP/s of a layer's three products by the rows of an expert.
-pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, room: Product, time_s: f64) -> Result<Curve> {
-    let width = room.n / EXPERTS.isqrt();
+/// Measures expert products in the memory of `memory` for about `time_s`: FLOP/s of a layer's three products by the rows of an expert.
+pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, memory: Product, time_s: f64) -> Result<Curve> {
+    let width = memory.n / EXPERTS.isqrt();
     let rows: Vec<usize> = doublings(SMALLEST.min(width), width).collect();
     let each_s = time_s / rows.len() as f64;
-    let mut rate = |rows: usize| -> Result<(f64, Samples)> { Ok((rows as f64, layer(timer, room, (rows, width), each_s)?)) };
+    let mut rate = |rows: usize| -> Result<(f64, Samples)> { Ok((rows as f64, layer(timer, memory, (rows, width), each_s)?)) };
     Ok(curve(&rows.into_iter().map(&mut rate).collect::<Result<Vec<_>>>()?))
 }
 
 /// The rate of a layer's output and of the gradients of its input and its weights.
-fn layer<D: Kernels>(timer: &mut Timer<'_, D>, room: Product, (rows, width): (usize, usize), time_s: f64) -> Result<Samples> {
+fn layer<D: Kernels>(timer: &mut Timer<'_, D>, memory: Product, (rows, width): (usize, usize), time_s: f64) -> Result<Samples> {
     let bounds = upload_bounds(timer.dev, &[rows; EXPERTS])?;
     let [tokens, weights] = [rows * EXPERTS * width, width * width * EXPERTS];
     let product = |layout| {
         let shape = GroupedShape { layout, experts: EXPERTS, rows: rows * EXPERTS, outs: width, ins: width };
         let (b, c) = if layout == MatmulLayout::Tn { (tokens, weights) } else { (weights, tokens) };
-        let [a, b, c] = [(room.a, tokens), (room.b, b), (room.c, c)].map(|(matrix, elems)| matrix.slice(0, elems));
+        let [a, b, c] = [(memory.a, tokens), (memory.b, b), (memory.c, c)].map(|(matrix, elems)| matrix.slice(0, elems));
         GroupedMatmul { shape, a, b, bounds, c, accumulate: false }
     };
     let products = [MatmulLayout::Nt, MatmulLayout::Nn, MatmulLayout::Tn].map(product);
@@ -48,7 +48,9 @@ pub fn upload_bounds<D: Device>(dev: &mut D, rows: &[usize]) -> Result<DeviceSli
         *end += rows;
         Some(*end as i32)
     });
-    host.lend_mut::<i32>(source).iter_mut().zip(std::iter::once(0).chain(ends)).for_each(|(to, end)| *to = end);
+    for (to, end) in host.lend_mut::<i32>(source).iter_mut().zip(std::iter::once(0).chain(ends)) {
+        *to = end;
+    }
     dev.copy_h2d(Stream::Compute, source, bounds)?;
     // The copy reads `host`, which is dropped here.
     Timer::new(dev)?.settle()?;

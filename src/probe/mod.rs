@@ -21,7 +21,9 @@ mod fp8;
 pub(crate) mod grouped;
 pub(crate) mod host;
 pub(crate) mod kernels;
+mod options;
 pub(crate) mod product;
+mod profile_file;
 pub(crate) mod samples;
 pub(crate) mod sharing;
 mod sizes;
@@ -31,7 +33,6 @@ pub(crate) mod together;
 mod work_done;
 pub(crate) mod workers;
 
-use crate::config::options::{DeviceChoice, GpuCount};
 use crate::config::settings::Settings;
 use crate::device::cpu::StreamOrder;
 use crate::device::{Attention, DeviceKind, Engines, ExpertProducts, Kernels};
@@ -41,7 +42,6 @@ use crate::engine::step_job::StepJob;
 use crate::error::{Error, Result};
 use crate::hardware::gpu::GpuId;
 use crate::hardware::profile::{Contention, CpuDevice as CpuRates, Gpu, Host, Link, Profile, Together, VERSION};
-use crate::hardware::selected_profile::MachineId;
 use crate::hardware::sourced::Curve;
 use crate::hardware::topology::Topology;
 use crate::host::affinity::workers_beside_others;
@@ -55,89 +55,18 @@ use arithmetic::Arithmetic;
 use contention::Contenders;
 use copies::Copies;
 use facts::ProfileFacts;
+pub use options::ProbeOptions;
 use product::Product;
 use samples::sourced;
 use sharing::Sharers;
 pub(crate) use sizes::ProbeSizes;
 use states::States;
 use std::fmt::Display;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use timer::Timer;
 use together::{JointProbe, RankPart};
 use workers::{Workers, memory_policy};
-
-/// Options of `probe`.
-#[derive(clap::Args, Clone, Debug)]
-pub struct ProbeOptions {
-    /// Device to measure: auto, cpu or cuda.
-    #[arg(long, value_name = "auto|cpu|cuda", default_value = "auto")]
-    pub device: DeviceChoice,
-
-    /// GPUs for the additional measurement of several GPUs at once: a number or all; all unless their models differ.
-    #[arg(long, value_name = "N|all")]
-    pub gpus: Option<GpuCount>,
-
-    /// Approximate duration of the measurements; startup takes some seconds more.
-    #[arg(long, value_name = "N", default_value_t = 40, value_parser = clap::value_parser!(u64).range(1..=3600))]
-    pub seconds: u64,
-
-    /// Write the profile to this file, which is replaced.
-    #[arg(long, value_name = "FILE")]
-    pub out: Option<PathBuf>,
-
-    /// Save the profile, so that later runs on this machine's GPU are planned with it.
-    #[arg(long, conflicts_with = "out")]
-    pub save: bool,
-
-    /// Directory to search first for NVIDIA's libraries.
-    #[arg(long, value_name = "DIR")]
-    pub cuda_libraries: Option<PathBuf>,
-}
-
-impl ProbeOptions {
-    /// The device to measure. With `--save` it is a GPU, because only rates of GPUs are saved, and a GPU that does not open is an error.
-    fn device(&self) -> DeviceChoice {
-        if self.save { DeviceChoice::Cuda } else { self.device }
-    }
-
-    fn libraries(&self) -> Vec<PathBuf> {
-        self.cuda_libraries.iter().cloned().collect()
-    }
-
-    /// The GPUs of `visible` that are measured together; empty without at least two of one model. `log` receives the reason.
-    ///
-    /// # Errors
-    /// Errors of [`gpu::first`] for GPUs that the user requested.
-    fn joint_probe(&self, visible: Vec<GpuId>, log: &mut dyn FnMut(&dyn Display)) -> Result<Vec<GpuId>> {
-        let all = visible.len();
-        match self.gpus {
-            Some(GpuCount::Count(count)) => gpu::first(visible, count),
-            Some(GpuCount::All) => gpu::first(visible, all),
-            None => Ok(gpu::first(visible, all).unwrap_or_else(|why| {
-                log(&format_args!("not measured together: {why}"));
-                Vec::new()
-            })),
-        }
-    }
-
-    /// The file for the profile, if one is requested.
-    ///
-    /// # Errors
-    /// `Io` if it is not writable. With `save`: errors of [`MachineId::new`]; `Usage` for the CPU device, whose runs are planned without
-    /// rates, and if neither `XDG_CACHE_HOME` nor `HOME` is set.
-    pub fn file(&self) -> Result<Option<ProfileFile>> {
-        if !self.save {
-            return self.out.as_deref().map(ProfileFile::open).transpose();
-        }
-        if self.device == DeviceChoice::Cpu {
-            return Err(Error::usage("--save: runs on the CPU device need no profile; use --out FILE"));
-        }
-        let path = MachineId::new(&Topology::this_machine())?.file();
-        let path = path.ok_or_else(|| Error::usage("--save: neither XDG_CACHE_HOME nor HOME is set; use --out FILE"))?;
-        ProfileFile::beside(&path).map(Some)
-    }
-}
 
 /// Measures this machine. `log` prints progress lines.
 ///
@@ -151,7 +80,9 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
         return Err(Error::usage("--gpus: needs GPUs, and the device is the CPU"));
     }
     let gpus = if chosen.is_gpu() { options.joint_probe(gpu::visible()?, log)? } else { Vec::new() };
-    chosen.note.iter().for_each(|why| log(&format_args!("no GPU and no link are measured: {why}")));
+    if let Some(why) = &chosen.note {
+        log(&format_args!("no GPU and no link are measured: {why}"));
+    }
     let (cpus, time_s) = (chosen.machine.cpus, options.seconds as f64);
     // Users of the memory are declared later, so they are dropped earlier.
     let mut memory = HostMemory::new(memory_policy(&topology, cpus)?);
@@ -267,8 +198,8 @@ fn measure_grouped_layouts(options: &ProbeOptions, time_s: f64, log: &mut dyn Fn
     log(&format_args!("gpu: products of experts by cuBLASLt"));
     let engines = Engines { expert_products: ExpertProducts::Cublaslt, ..Engines::OWN };
     let mut dev = gpu::open(0, options.libraries(), engines, 0, false)?;
-    let room = Product::new(&mut dev, Dtype::Bfloat16, ProbeSizes::GPU.product)?;
-    grouped::measure(&mut Timer::new(&mut dev)?, room, time_s).map(Some)
+    let memory = Product::new(&mut dev, Dtype::Bfloat16, ProbeSizes::GPU.product)?;
+    grouped::measure(&mut Timer::new(&mut dev)?, memory, time_s).map(Some)
 }
 
 /// Measures `gpus` of the machine of `topology` for about `time_s`, all busy at the same time.
@@ -279,11 +210,19 @@ fn measure_together(
     time_s: f64,
     log: &mut dyn FnMut(&dyn Display),
 ) -> Result<Together> {
-    let (links, homes) = (PeerLinks::between(gpus)?, gpu::homes(gpus, topology));
-    links.lines().iter().for_each(|line| log(line));
+    let (links, gpu_nodes) = (PeerLinks::between(gpus)?, gpu::gpu_nodes(gpus, topology));
+    for line in &links.lines() {
+        log(line);
+    }
     log(&format_args!("{} GPUs at once: links, pulls from each other, optimizers", gpus.len()));
-    let joint_probe =
-        JointProbe { topology, homes: &homes, route: links.route(), are_gpus: true, copy_bytes: ProbeSizes::GPU.copy_bytes, time_s };
+    let joint_probe = JointProbe {
+        topology,
+        gpu_nodes: &gpu_nodes,
+        route: links.route(),
+        are_gpus: true,
+        copy_bytes: ProbeSizes::GPU.copy_bytes,
+        time_s,
+    };
     let make = |part: &RankPart| {
         let dev = gpu::open(part.rank, options.libraries(), Engines::OWN, 0, false)?;
         Ok((dev, Workers::ringing(part.bell.clone(), &part.topology, part.threads)?.pool))
@@ -302,79 +241,11 @@ fn profile(options: &ProbeOptions, facts: ProfileFacts, host: Host, sections: Se
     Ok(profile)
 }
 
-/// A file for a profile. It is opened before the measurement, so that a file error does not waste the measurement.
-pub struct ProfileFile {
-    path: PathBuf,
-    /// The final name of a temporary file.
-    keep_as: Option<PathBuf>,
-    file: std::fs::File,
-    /// Whether this probe created the file and has not written it.
-    is_new: bool,
-}
-
-impl ProfileFile {
-    /// Opens or creates `path`. Its content stays until [`ProfileFile::write`].
-    ///
-    /// # Errors
-    /// `Io` if it is not writable.
-    pub fn open(path: &Path) -> Result<Self> {
-        let is_new = !path.exists();
-        let file =
-            std::fs::OpenOptions::new().write(true).create(true).truncate(false).open(path).map_err(|e| Error::io("write", path, e))?;
-        Ok(Self { path: path.into(), keep_as: None, file, is_new })
-    }
-
-    /// A temporary file that replaces `path` when it is complete, so that other processes always read a complete profile.
-    ///
-    /// # Errors
-    /// `Io` if the file or its directory is not writable.
-    pub fn beside(path: &Path) -> Result<Self> {
-        let folder = path.parent().unwrap_or(Path::new("/"));
-        std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
-        remove_parts(folder)?;
-        let part = path.with_extension(format!("{}.part", std::process::id()));
-        let mut file = Self::open(&part)?;
-        file.keep_as = Some(path.into());
-        Ok(file)
-    }
-
-    /// Replaces the content of the file by `profile`.
-    ///
-    /// # Errors
-    /// `Io` if it cannot be written.
-    pub fn write(mut self, profile: &Profile) -> Result<()> {
-        use std::io::Write;
-        let text = profile.to_string();
-        let written = self.file.set_len(0).and_then(|()| self.file.write_all(text.as_bytes())).and_then(|()| self.file.sync_all());
-        written.map_err(|e| Error::io("write", &self.path, e))?;
-        self.keep_as.as_ref().map_or(Ok(()), |name| std::fs::rename(&self.path, name).map_err(|e| Error::io("write", name, e)))?;
-        self.is_new = false;
-        Ok(())
-    }
-}
-
-impl Drop for ProfileFile {
-    /// Removes a file that a failed measurement created.
-    fn drop(&mut self) {
-        if self.is_new {
-            // The file is empty, so a failed removal loses nothing.
-            let _ = std::fs::remove_file(&self.path);
-        }
-    }
-}
-
-/// Removes temporary files in `folder` of probes that were killed.
-fn remove_parts(folder: &Path) -> Result<()> {
-    let entries = std::fs::read_dir(folder).map_err(|e| Error::io("read", folder, e))?;
-    let paths = entries.flatten().map(|entry| entry.path());
-    paths
-        .filter(|path| path.extension().is_some_and(|extension| extension == "part"))
-        .try_for_each(|path| std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e)))
-}
-
 #[cfg(test)]
 mod tests {
+    use super::profile_file::ProfileFile;
     use super::*;
+    use crate::config::options::{DeviceChoice, GpuCount};
     use crate::device::sim::SimDevice;
     use crate::hardware::rates::Rates;
     use crate::hardware::sourced::Points;

@@ -1,6 +1,6 @@
 //! Matrix products: the rates of large products, rested and sustained, and the relative rates of small products.
 
-use super::samples::{Samples, share_curve};
+use super::samples::{Samples, fraction_curve};
 use super::timer::Timer;
 use crate::device::{Cast, DeviceSlice, Kernels, Matmul, MatmulLayout, MatmulShape, Stream};
 use crate::dtype::Dtype;
@@ -102,8 +102,8 @@ pub(crate) struct Products {
 
 /// Measures products of at most `limit` rows in `dtype` for about `time_s`. The device must have rested before.
 pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, dtype: Dtype, limit: usize, time_s: f64) -> Result<Products> {
-    let room = Product::new(timer.dev, dtype, limit)?;
-    let large = largest(timer, room, 0.05 * time_s)?;
+    let memory = Product::new(timer.dev, dtype, limit)?;
+    let large = largest(timer, memory, 0.05 * time_s)?;
     let flops =
         |timer: &mut Timer<'_, D>, m: usize, time_s: f64| timer.rates(time_s, 3.0 * large.flops(m), |dev| large.enqueue_layer(dev, m));
     let burst = flops(timer, large.n, 0.02 * time_s)?;
@@ -117,21 +117,21 @@ pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, dtype: Dtype, limit:
     for _ in 1..ROUNDS {
         rates = rates.into_iter().zip(round()?).map(|(before, now)| before.and(now)).collect();
     }
-    let shares: Vec<_> = dims.iter().map(|&m| m as f64).zip(rates).collect();
-    Ok(Products { burst, sustained, share_by_least_dim: share_curve(&shares), large })
+    let fractions: Vec<_> = dims.iter().map(|&m| m as f64).zip(rates).collect();
+    Ok(Products { burst, sustained, share_by_least_dim: fraction_curve(&fractions), large })
 }
 
-/// The largest product in `room` that runs [`RUNS_MIN`] times in `time_s`.
-fn largest<D: Kernels>(timer: &mut Timer<'_, D>, room: Product, time_s: f64) -> Result<Product> {
-    let mut product = room.of(SMALLEST.min(room.n));
+/// The largest product in `memory` that runs [`RUNS_MIN`] times in `time_s`.
+fn largest<D: Kernels>(timer: &mut Timer<'_, D>, memory: Product, time_s: f64) -> Result<Product> {
+    let mut product = memory.of(SMALLEST.min(memory.n));
     loop {
         // The first launch may compile.
         timer.seconds(|dev| product.enqueue(dev, product.n))?;
         let seconds = timer.seconds(|dev| product.enqueue(dev, product.n))?;
-        if 2 * product.n > room.n || 8.0 * RUNS_MIN * seconds > time_s {
+        if 2 * product.n > memory.n || 8.0 * RUNS_MIN * seconds > time_s {
             return Ok(product);
         }
-        product = room.of(2 * product.n);
+        product = memory.of(2 * product.n);
     }
 }
 

@@ -29,7 +29,7 @@ impl Samples {
 
     /// Half the width of the interval with nine in ten samples, relative to the median: 0.02 is plus or minus 2 %.
     pub fn spread(&self) -> f64 {
-        let at = |share: f64| self.0[((self.0.len() - 1) as f64 * share).round() as usize];
+        let at = |fraction: f64| self.0[((self.0.len() - 1) as f64 * fraction).round() as usize];
         (at(0.95) - at(0.05)) / (2.0 * self.median())
     }
 
@@ -39,7 +39,7 @@ impl Samples {
     }
 
     /// Each sample as a fraction of `whole`, at most 1.
-    pub(crate) fn share_of(&self, whole: f64) -> Self {
+    pub(crate) fn fraction_of(&self, whole: f64) -> Self {
         Self(self.0.iter().map(|sample| (sample / whole).min(1.0)).collect())
     }
 
@@ -68,10 +68,10 @@ pub(crate) fn curve(points: &[(f64, Samples)]) -> Curve {
 }
 
 /// A [`curve`] of `points` relative to the last one.
-pub(crate) fn share_curve(points: &[(f64, Samples)]) -> Curve {
+pub(crate) fn fraction_curve(points: &[(f64, Samples)]) -> Curve {
     let whole = points.last().map_or(1.0, |(_, samples)| samples.median());
-    let share = |samples: &Samples| Samples(samples.0.iter().map(|sample| sample / whole).collect());
-    curve(&points.iter().map(|(x, samples)| (*x, share(samples))).collect::<Vec<_>>())
+    let fraction = |samples: &Samples| Samples(samples.0.iter().map(|sample| sample / whole).collect());
+    curve(&points.iter().map(|(x, samples)| (*x, fraction(samples))).collect::<Vec<_>>())
 }
 
 /// `value` with four significant digits. Further digits are not reproducible.
@@ -91,7 +91,7 @@ mod tests {
         assert_eq!(samples.sourced().source, format!("{MEASURED}: 101 samples, +-4.3 %"));
         assert_eq!((samples.sourced().spread, sourced(1.0, "counted").spread), (Some(0.04286), None));
         assert_eq!(Samples::new(vec![123_456.0]).sourced().value, 123_500.0);
-        assert_eq!(samples.share_of(102.0).median(), 1.0);
+        assert_eq!(samples.fraction_of(102.0).median(), 1.0);
     }
 
     #[test]
@@ -99,6 +99,6 @@ mod tests {
         let points = [(1.0, Samples::new(vec![2.0])), (2.0, Samples::new(vec![8.0, 7.0, 9.0]))];
         assert_eq!(curve(&points).value, Points(vec![(1.0, 2.0), (2.0, 8.0)]));
         assert_eq!(curve(&points).spread, Some(0.125));
-        assert_eq!(share_curve(&points).value, Points(vec![(1.0, 0.25), (2.0, 1.0)]));
+        assert_eq!(fraction_curve(&points).value, Points(vec![(1.0, 0.25), (2.0, 1.0)]));
     }
 }

@@ -50,8 +50,8 @@ impl Sharers<'_> {
             matmul.push(both.0 / products_alone);
             adam.push(both.1 / adam_alone);
         }
-        let share = |shares| Samples::new(shares).share_of(1.0).sourced();
-        Ok(Sharing { matmul: share(matmul), adam: share(adam) })
+        let fraction = |fractions| Samples::new(fractions).fraction_of(1.0).sourced();
+        Ok(Sharing { matmul: fraction(matmul), adam: fraction(adam) })
     }
 
     /// Products per second and optimizer bytes per second, while the requested load runs for `time_s`.
@@ -140,6 +140,6 @@ mod tests {
         let pool = Workers::ringing(bell.clone(), &topology, 1).unwrap().pool;
         let mut sharers = Sharers { product, states: &states, pool, bell };
         let Sharing { matmul, adam } = sharers.measure(&mut Timer::new(&mut dev).unwrap(), 0.05).unwrap();
-        assert!([matmul, adam].iter().all(|share| share.value > 0.0 && share.value <= 1.0));
+        assert!([matmul, adam].iter().all(|fraction| fraction.value > 0.0 && fraction.value <= 1.0));
     }
 }

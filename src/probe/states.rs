@@ -3,7 +3,7 @@
 
 use crate::bucket::slot::Slot;
 use crate::dtype::Dtype;
-use crate::engine::protocol::coordinator::{GradUpdate, Update, Work};
+use crate::engine::protocol::coordinator::{GradUpdate, Work};
 use crate::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
 use crate::error::Result;
 use crate::hardware::topology::Topology;
@@ -11,6 +11,7 @@ use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::host::pool::Job;
 use crate::optim::adam::AdamHyper;
 use crate::optim::moments::Moments;
+use crate::optim::optimizer::{Optimizer, Update};
 use crate::optim::simd::{AdamKernels, Isa};
 use std::sync::Arc;
 
@@ -21,7 +22,7 @@ const PARAM_BYTES: usize = 12 + 2 * 2 + 2;
 /// Ratio of the state's size to that of the last-level caches.
 const CACHES: usize = 4;
 /// The state uses at most one part in this many of the free memory.
-const FREE_SHARE: usize = 8;
+const FREE_ONE_IN: usize = 8;
 /// Bounds of the parameters of a bucket.
 const PARAMS_MIN: usize = 1 << 20;
 const PARAMS_MAX: usize = 48 << 20;
@@ -57,18 +58,17 @@ impl States {
         };
         let state = HostState {
             first: 0,
-            moments: Moments::Float32,
-            params: state("parameters", 0.05)?,
-            m: state("m", 1e-3)?,
-            v: state("v", 1e-6)?,
+            list: Moments::Float32.arrays(),
+            arrays: [state("parameters", 0.05)?, state("m", 1e-3)?, state("v", 1e-6)?].into(),
         };
         // A zero gradient would be as slow; a NaN bit pattern might not.
         host.lend_mut(grads.memory).fill(half::bf16::from_f32(1e-3));
+        let hyper = AdamHyper { lr: 1e-5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
         let memory = StepMemory {
             grads,
             params: out,
             segments: Arc::new([Segment { range: 0..BUCKETS * params, decay: true }]),
-            hyper: AdamHyper { lr: 1e-5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
+            optimizer: Optimizer::AdamW { hyper, moments: Moments::Float32 },
             kernels: AdamKernels::new(Isa::detect())?,
         };
         Ok(Self { state, memory, params })
@@ -97,7 +97,7 @@ impl States {
     }
 
     pub fn triad(&self) -> Triad {
-        let HostState { params, m, v, .. } = self.state;
+        let [params, m, v] = self.state.arrays.into_array();
         Triad { to: m, from: [params, v] }
     }
 }
@@ -106,7 +106,7 @@ fn bucket_params(topology: &Topology) -> usize {
     let level = topology.caches.iter().map(|cache| cache.level).max();
     let caches = topology.caches.iter().filter(|cache| Some(cache.level) == level).filter_map(|cache| cache.bytes).sum::<u64>() as usize;
     let caches = if caches == 0 { CACHE_BYTES } else { caches };
-    let free = topology.memory_usable_bytes().map_or(usize::MAX, |bytes| bytes as usize) / FREE_SHARE;
+    let free = topology.memory_usable_bytes().map_or(usize::MAX, |bytes| bytes as usize) / FREE_ONE_IN;
     let wanted = CACHES * caches / (12 * BUCKETS);
     // With hardly any free memory there is still one bucket. Workers without work would never end the measurement.
     wanted.clamp(PARAMS_MIN, PARAMS_MAX).min(free / (PARAM_BYTES * BUCKETS)).max(1).next_multiple_of(PARAMS_MIN)
@@ -202,8 +202,7 @@ mod tests {
         assert_eq!(run(states.cast(0)), 6 * states.params);
         assert!(host.lend::<u16>(states.memory.params.memory).iter().all(|&weight| weight != 0), "both buckets have weights");
         assert_eq!(run(states.triad()), 24 * states.params);
-        let HostState { params, m, v, .. } = states.state;
-        let [m, p, v] = [m, params, v].map(|array| host.lend::<f32>(array));
+        let [p, m, v] = states.state.arrays.into_array().map(|array| host.lend::<f32>(array));
         assert!((0..m.len()).all(|i| m[i] == p[i] + 3.0 * v[i]));
     }
 }

@@ -63,7 +63,7 @@ type LoadRates = [[f64; TURNS]; LOADS.len()];
 pub(crate) struct JointProbe<'a> {
     pub(crate) topology: &'a Topology,
     /// The memory node near each device, if known.
-    pub(crate) homes: &'a [Option<usize>],
+    pub(crate) gpu_nodes: &'a [Option<usize>],
     /// Route of copies between the devices.
     pub(crate) route: PeerRoute,
     pub(crate) are_gpus: bool,
@@ -90,7 +90,7 @@ type Equipment<D> = (D, Pool<StepJob>);
 /// # Errors
 /// The first failure of a rank, with its name.
 pub(crate) fn measure<D: Peers>(joint_probe: &JointProbe<'_>, make: impl Fn(&RankPart) -> Result<Equipment<D>> + Sync) -> Result<Together> {
-    let ranks = joint_probe.homes.len();
+    let ranks = joint_probe.gpu_nodes.len();
     let progress = Arc::new(ProgressCounters::new(CounterSizes { ranks, on_gpus: joint_probe.are_gpus, ..CounterSizes::default() }, None));
     let peer_handles: Vec<OnceLock<(D::PeerHandle, DeviceSlice)>> = (0..ranks).map(|_| OnceLock::new()).collect();
     let rates = std::thread::scope(|scope| {
@@ -134,7 +134,7 @@ impl JointProbe<'_> {
         let (mut dev, pool) = make(&part)?;
         let copies = Copies::new(&mut dev, &mut memory, self.copy_bytes)?;
         // As many elements of a bucket as a rank pulls from each other rank.
-        let elems = copies.bucket_bytes() / 4 / self.homes.len();
+        let elems = copies.bucket_bytes() / 4 / self.gpu_nodes.len();
         let [lent, pulled] = [dev.alloc("lent", elems, Dtype::Float32)?, dev.alloc("pulled", elems, Dtype::Float32)?];
         let ends = [dev.event()?, dev.event()?, dev.event()?];
         // No other rank sets this entry.
@@ -158,9 +158,9 @@ impl JointProbe<'_> {
 
     /// CPUs and memory of the rank of `context`.
     fn part(&self, RankContext { progress, rank }: &RankContext) -> RankPart {
-        let ranks = self.homes.len();
+        let ranks = self.gpu_nodes.len();
         let workers = |topology: &Topology| workers_beside_others(topology.usable_cpus().map_or(1, |usable| usable.count()));
-        let own = self.topology.cpu_slice(*rank, self.homes);
+        let own = self.topology.cpu_slice(*rank, self.gpu_nodes);
         let threads = own.as_ref().map_or_else(|| (workers(self.topology) / ranks).max(1), workers);
         let topology = own.unwrap_or_else(|| self.topology.clone());
         let memory_available_bytes = topology.memory_available_bytes.map(|bytes| bytes / ranks as u64);
@@ -182,10 +182,10 @@ impl Meetings<'_> {
     fn next(&mut self) -> Result<()> {
         let RankContext { progress, rank } = self.context;
         progress.publish_written(*rank);
-        let are_here = || progress.all_written(self.count);
-        progress.bell(*rank).wait_until(|| are_here() || progress.has_failed());
+        let have_written = || progress.all_written(self.count);
+        progress.bell(*rank).wait_until(|| have_written() || progress.has_failed());
         // A rank that has ended leaves the progress counters, and may be ahead.
-        if !are_here() {
+        if !have_written() {
             self.context.check()?;
         }
         self.count += 1;
@@ -284,8 +284,8 @@ mod tests {
     use crate::planner::machine::Machine;
     use crate::probe::workers::Workers;
 
-    fn joint_probe<'a>(topology: &'a Topology, homes: &'a [Option<usize>]) -> JointProbe<'a> {
-        JointProbe { topology, homes, route: PeerRoute::Own, are_gpus: false, copy_bytes: 1 << 20, time_s: 0.15 }
+    fn joint_probe<'a>(topology: &'a Topology, gpu_nodes: &'a [Option<usize>]) -> JointProbe<'a> {
+        JointProbe { topology, gpu_nodes, route: PeerRoute::Own, are_gpus: false, copy_bytes: 1 << 20, time_s: 0.15 }
     }
 
     fn small_machine() -> Topology {
@@ -301,8 +301,8 @@ mod tests {
     fn devices_of_this_machine_are_measured_together() {
         let topology = small_machine();
         for ranks in [2, 3] {
-            let homes = vec![None; ranks];
-            let together = measure(&joint_probe(&topology, &homes), on_cpus).unwrap();
+            let gpu_nodes = vec![None; ranks];
+            let together = measure(&joint_probe(&topology, &gpu_nodes), on_cpus).unwrap();
             assert_eq!((together.gpus.value, together.peer_route), (ranks as f64, PeerRoute::Own));
             let Together { peer_bytes_per_s, to_host_bytes_per_s, both_ways_bytes_per_s, all_adam_bytes_per_s, .. } = together;
             for number in [peer_bytes_per_s, to_host_bytes_per_s, both_ways_bytes_per_s, all_adam_bytes_per_s] {

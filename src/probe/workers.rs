@@ -34,10 +34,10 @@ impl<J: Job> Workers<J> {
     /// Starts `threads` workers that ring `bell`.
     pub(crate) fn ringing(bell: Arc<Doorbell>, topology: &Topology, threads: usize) -> Result<Self> {
         let placement = CpuPlacement::on(topology, threads);
-        let homes = memory_policy(topology, threads)?.homes();
+        let worker_nodes = memory_policy(topology, threads)?.worker_nodes();
         let on_start =
             move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin(WORKER_ROLE, worker, place.workers[worker]));
-        Ok(Self { pool: Pool::Threads(Threads::start(threads, homes, bell.clone(), 0, on_start)?), bell })
+        Ok(Self { pool: Pool::Threads(Threads::start(threads, worker_nodes, bell.clone(), 0, on_start)?), bell })
     }
 
     /// Bytes per second that jobs move, measured for about `time_s`. `job` creates the next job.

@@ -13,7 +13,7 @@ const BEAT: Duration = Duration::from_secs(2);
 /// Time without a complete message after which the peer counts as lost.
 const SILENCE: Duration = Duration::from_secs(8);
 /// Timeout for sending a message.
-const SAY_PATIENCE: Duration = Duration::from_secs(5);
+const WRITE_PATIENCE: Duration = Duration::from_secs(5);
 /// Longest wait for a peer to read the last message and to close its side.
 const LINGER: Duration = Duration::from_secs(1);
 /// Bytes of one read.
@@ -101,14 +101,15 @@ impl ControlConnection {
     pub(super) fn send(&mut self, notice: &Notice) -> io::Result<()> {
         let SealedConnection { stream, out, .. } = &mut self.connection;
         stream.set_nonblocking(false)?;
-        within(stream, SAY_PATIENCE, |stream| notice.write(stream, out))?;
+        within(stream, WRITE_PATIENCE, |stream| notice.write(stream, out))?;
         stream.set_nonblocking(true)?;
         self.last_sent = Instant::now();
         Ok(())
     }
 
-    /// Closes the connection once the peer has had time to read the last message. A socket that is closed with unread bytes resets the connection, and
-    /// a reset discards bytes that the peer has not read yet: bytes of the peer are read until it closes its side, for [`LINGER`] at most.
+    /// Closes the connection once the peer has had time to read the last message. A socket that is closed with unread bytes resets the
+    /// connection, and a reset discards bytes that the peer has not read yet: bytes of the peer are read until it closes its side, for
+    /// [`LINGER`] at most.
     pub(super) fn close_after_last_message(self) {
         let stream = &self.connection.stream;
         let end = Instant::now() + LINGER;

@@ -129,7 +129,9 @@ impl ControlServer {
     pub(super) fn broadcast(&mut self, notice: &Notice) {
         for peer in &mut self.peers {
             let rival = peer.rival.as_mut().map(|(line, _)| line);
-            peer.line.iter_mut().chain(rival).for_each(|line| _ = line.send(notice));
+            for line in peer.line.iter_mut().chain(rival) {
+                _ = line.send(notice);
+            }
         }
     }
 
@@ -141,7 +143,9 @@ impl ControlServer {
 
     /// Closes all connections. The processes connect again.
     pub(super) fn clear(&mut self) {
-        self.peers.iter_mut().for_each(|peer| *peer = ConnectedProcess::default());
+        for peer in &mut self.peers {
+            *peer = ConnectedProcess::default();
+        }
     }
 
     /// The control connections of all processes, in order.

@@ -125,10 +125,10 @@ pub(super) fn open(stream: &mut (impl Read + Write), token: &RunToken, claim: Cl
 /// # Errors
 /// Errors of the stream; `InvalidData` if the peer is not a process of any run, `PermissionDenied` if it belongs to another run.
 pub(super) fn answer(stream: &mut (impl Read + Write), token: &RunToken) -> io::Result<(Claim, [Seal; 2])> {
-    let theirs: [u8; 8] = array(stream)?;
-    if theirs != PROTOCOL {
+    let received: [u8; 8] = array(stream)?;
+    if received != PROTOCOL {
         // A process with another version receives this version and can report it. Any other peer gets no reply.
-        return if theirs[..7] == PROTOCOL[..7] { stream.write_all(&PROTOCOL).and(Err(strange())) } else { Err(strange()) };
+        return if received[..7] == PROTOCOL[..7] { stream.write_all(&PROTOCOL).and(Err(strange())) } else { Err(strange()) };
     }
     let (claim, other): (_, Nonce) = (Claim::of(array(stream)?), array::<NONCE_BYTES>(stream)?);
     let own = nonce();
@@ -226,14 +226,14 @@ mod tests {
 
     #[test]
     fn only_peers_with_the_token_are_admitted() {
-        let (ours, theirs) = (token("0123456789abcdef"), token("0123456789abcdeF"));
+        let (own, foreign) = (token("0123456789abcdef"), token("0123456789abcdeF"));
         for (nth, channel) in (0..).zip(Channel::all(2)) {
             let claim = Claim { channel, process: nth, round: u64::from(nth) << 40 };
-            let (opened, answered) = meet(&ours, &ours, claim);
+            let (opened, answered) = meet(&own, &own, claim);
             let ([out, into], (understood, [their_out, their_into])) = (opened.unwrap(), answered.unwrap());
             assert_eq!((understood, &their_into, &their_out), (claim, &out, &into));
             assert_ne!(out, into, "each direction has a seed of its own");
-            let (opened, answered) = meet(&theirs, &ours, claim);
+            let (opened, answered) = meet(&foreign, &own, claim);
             assert!(is_other_token(&opened.unwrap_err()) && answered.is_err());
         }
     }

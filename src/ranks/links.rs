@@ -9,6 +9,7 @@ use super::rendezvous::{Connections, ProcessRendezvous};
 use super::slice_connections::{RankConnections, SliceConnection, SliceKind};
 use super::wire::{Seal, SealedConnection};
 use crate::error::{Error, Result};
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -103,7 +104,9 @@ impl SharedLinks {
 
     fn post(&self, process: usize, notice: Notice) {
         // A writer that has ended has already reported the cause.
-        self.outgoing[process].iter().for_each(|outgoing| _ = outgoing.send(notice.clone()));
+        if let Some(outgoing) = &self.outgoing[process] {
+            _ = outgoing.send(notice.clone());
+        }
     }
 
     /// Records that `process` failed, which ends the run.
@@ -117,11 +120,13 @@ impl SharedLinks {
             state.progress.clone()
         };
         self.changed.notify_all();
-        progress.iter().for_each(|progress| progress.lose(process, why));
+        if let Some(progress) = &progress {
+            progress.lose(process, why);
+        }
     }
 
-    /// Records the loss of `process` after `error` on the connection that carries `what`.
-    fn lose_by(&self, process: usize, what: &str, error: &io::Error) {
+    /// Records the loss of `process` after `error` on the connection that carries `cause`.
+    fn lose_by(&self, process: usize, cause: &str, error: &io::Error) {
         let step = self.open().progress.as_ref().map_or(0, |progress| progress.decided_step());
         let remedy = "look for a failing network card, switch or memory, and resume from the last checkpoint";
         self.lose(
@@ -131,7 +136,7 @@ impl SharedLinks {
                 ErrorKind::ConnectionReset | ErrorKind::BrokenPipe | ErrorKind::ConnectionAborted => {
                     format!("it ended before the end of the run, or its network failed: {error}")
                 }
-                ErrorKind::InvalidData => format!("{what} from it arrived damaged after step {step}: {error}; {remedy}"),
+                ErrorKind::InvalidData => format!("{cause} from it arrived damaged after step {step}: {error}; {remedy}"),
                 _ => format!("its connection failed: {error}"),
             },
         );
@@ -206,18 +211,18 @@ impl Outbox for SharedLinks {
 
 impl Links {
     /// Runs the rendezvous with the other processes, which must agree with `own`, and starts to receive their messages. A request to `stop`
-    /// this process is forwarded to process 0. `tell` prints a line. `last_resort` terminates this process if it does not end after another
-    /// process has ended.
+    /// this process is forwarded to process 0. `log` receives lines for people. `last_resort` terminates this process if it does not end
+    /// after another process has ended.
     ///
     /// # Errors
     /// Errors of [`ProcessRendezvous::meet`]; `Resource` if a thread cannot start.
     pub(crate) fn meet(
         meeting: &ProcessRendezvous,
         own: HelloMessage,
-        (stop, tell): (&StopFlag, &mut dyn FnMut(&str)),
+        (stop, log): (&StopFlag, &mut dyn FnMut(ProgressEvent<'_>)),
         last_resort: Option<LastResort>,
     ) -> Result<Self> {
-        let (process, mesh) = (meeting.process, meeting.meet(own, stop, tell)?);
+        let (process, mesh) = (meeting.process, meeting.meet(own, stop, log)?);
         let names = mesh.all.iter().enumerate().map(|(process, hello)| format!("process {process} on {}", hello.host)).collect();
         let (outgoing, boxes): (Vec<_>, Vec<_>) =
             mesh.connections.iter().map(|other| other.as_ref().map(|_| mpsc::channel()).unzip()).unzip();
@@ -286,7 +291,9 @@ impl Links {
                 ending += u32::from(common.open().failure.is_some());
                 if ending == LOOKS_ENDING {
                     let why = common.cause(&common.open()).map_or(String::new(), |error| error.to_string());
-                    last_resort.iter().for_each(|end| end(why.clone()));
+                    if let Some(end) = &last_resort {
+                        end(why.clone());
+                    }
                 }
             }
         };
@@ -400,7 +407,7 @@ impl Links {
         let connections = connections.map_err(|e| Error::resource("start the threads of lanes", e))?;
         let mut state = common.open();
         for (process, notice) in std::mem::take(&mut state.early) {
-            progress.receive(process, &notice).map_err(|what| common.error_of(process, &invalid_message(&what)))?;
+            progress.receive(process, &notice).map_err(|cause| common.error_of(process, &invalid_message(&cause)))?;
         }
         if let Some((process, why)) = &state.failure {
             return Err(common.error_of(*process, why));
@@ -465,7 +472,9 @@ impl Drop for Links {
     fn drop(&mut self) {
         self.common.closing.store(true, Ordering::Relaxed);
         // The reader and writer threads end when their sockets are shut down.
-        self.sockets.iter().for_each(|socket| _ = socket.shutdown(Shutdown::Both));
+        for socket in &self.sockets {
+            _ = socket.shutdown(Shutdown::Both);
+        }
         // A panic in the thread has already printed its message.
         self.monitor.take().map(JoinHandle::join);
     }
@@ -483,12 +492,12 @@ impl SharedLinks {
     }
 }
 
-fn named(what: &str, process: usize) -> thread::Builder {
-    thread::Builder::new().name(format!("{what} {process}"))
+fn named(cause: &str, process: usize) -> thread::Builder {
+    thread::Builder::new().name(format!("{cause} {process}"))
 }
 
-fn invalid_message(what: &str) -> String {
-    format!("it sent an invalid message: {what}")
+fn invalid_message(cause: &str) -> String {
+    format!("it sent an invalid message: {cause}")
 }
 
 fn receive_notices(common: &SharedLinks, process: usize, (input, mut seal): (impl Read, Seal), stop: &StopFlag) {
@@ -496,8 +505,8 @@ fn receive_notices(common: &SharedLinks, process: usize, (input, mut seal): (imp
     loop {
         match Notice::read(&mut input, &mut seal) {
             Ok(notice) => {
-                if let Err(what) = common.receive(process, notice, stop) {
-                    return common.lose(process, &invalid_message(&what));
+                if let Err(cause) = common.receive(process, notice, stop) {
+                    return common.lose(process, &invalid_message(&cause));
                 }
             }
             Err(error) => return common.lose_by(process, NOTICES, &error),

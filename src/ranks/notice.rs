@@ -33,7 +33,7 @@ pub(crate) enum Topic {
     /// Partial sums of the norm: index of the first; values.
     Partials,
     /// More partial sums of a rank are published: rank, count.
-    PartialsTold,
+    PartialsPublished,
     /// Loss of a gradient share: share, bits.
     Loss,
     /// Losses and non-finite flag of a rank are published: rank, flag, step.
@@ -69,7 +69,7 @@ impl Topic {
         (Self::Pulled, 1),
         (Self::Settled, 3),
         (Self::Partials, 1),
-        (Self::PartialsTold, 2),
+        (Self::PartialsPublished, 2),
         (Self::Loss, 2),
         (Self::Reported, 3),
         (Self::Outcome, 4),
@@ -160,13 +160,15 @@ impl Notice {
     /// Errors of `input`; `InvalidData` if the message is invalid or not the next one.
     pub(super) fn read(input: &mut impl Read, seal: &mut Seal) -> io::Result<Self> {
         let head = seal.head(input)?;
-        let wrong = |what: &str, value: usize| damage(format!("a notice with {what} {value}"));
+        let wrong = |field: &str, value: usize| damage(format!("a notice with {field} {value}"));
         let (topic, count) = *Topic::ALL.get(usize::from(head.kind)).ok_or_else(|| wrong("topic", head.kind.into()))?;
         let tail = head.length.checked_sub(8 * count).filter(|tail| *tail <= TAIL_MAX).ok_or_else(|| wrong("length", head.length))?;
         let (mut numbers, mut tail) = ([0; 8 * NUMBERS_MAX], vec![0; tail]);
         seal.body(input, &head, (&mut numbers[..8 * count], &mut tail), |_| format!("{topic:?}"))?;
         let mut all = [0; NUMBERS_MAX];
-        all.iter_mut().zip(numbers.as_chunks().0).for_each(|(number, bytes)| *number = u64::from_le_bytes(*bytes));
+        for (number, bytes) in all.iter_mut().zip(numbers.as_chunks().0) {
+            *number = u64::from_le_bytes(*bytes);
+        }
         Ok(Self { topic, numbers: all, tail })
     }
 }

@@ -139,11 +139,15 @@ fn fits<T>(places: &[T], first: u64, count: usize) -> bool {
 }
 
 fn store(places: &[AtomicU32], notice: &Notice) {
-    places.iter().zip(notice.words()).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+    for (place, word) in places.iter().zip(notice.words()) {
+        place.store(word, Ordering::Relaxed);
+    }
 }
 
 fn store_long(places: &[AtomicU64], notice: &Notice) {
-    places.iter().zip(notice.long_words()).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+    for (place, word) in places.iter().zip(notice.long_words()) {
+        place.store(word, Ordering::Relaxed);
+    }
 }
 
 impl ProgressCounters {
@@ -272,7 +276,9 @@ impl ProgressCounters {
     fn notify_in_pieces(&self, to: Audience, start: usize, (bytes, elem_bytes): (Vec<u8>, usize), notice: impl Fn(u64) -> Notice) {
         for (nth, piece) in bytes.chunks(TAIL_MAX).enumerate() {
             let first = start + nth * (TAIL_MAX / elem_bytes);
-            self.remote.iter().for_each(|remote| remote.outbox.send(to, notice(first as u64).with(piece.to_vec())));
+            if let Some(remote) = &self.remote {
+                remote.outbox.send(to, notice(first as u64).with(piece.to_vec()));
+            }
         }
     }
 
@@ -369,7 +375,9 @@ impl ProgressCounters {
 
     /// Writes partial sums of the norm, from index `start` on.
     pub(crate) fn write_norm_partials(&self, start: usize, values: &[f32]) {
-        self.norm_partials[start..].iter().zip(values).for_each(|(word, value)| word.store(value.to_bits(), Ordering::Relaxed));
+        for (word, value) in self.norm_partials[start..].iter().zip(values) {
+            word.store(value.to_bits(), Ordering::Relaxed);
+        }
         if self.remote.is_some() {
             let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
             self.notify_in_pieces(Audience::First, start, (bytes, 4), |first| Notice::new(Topic::Partials, &[first]));
@@ -379,7 +387,7 @@ impl ProgressCounters {
     /// Publishes `count` more partial sums of `rank`.
     pub(crate) fn publish_norm_partials(&self, rank: usize, count: usize) {
         self.entry(rank).norm_partials.fetch_add(count as u64, Ordering::Release);
-        self.notify(rank, Audience::First, || Notice::new(Topic::PartialsTold, &[rank as u64, count as u64]));
+        self.notify(rank, Audience::First, || Notice::new(Topic::PartialsPublished, &[rank as u64, count as u64]));
         self.wake_peers(rank);
     }
 
@@ -392,14 +400,18 @@ impl ProgressCounters {
     /// Reads partial sums from index `start` on.
     pub(crate) fn read_norm_partials(&self, start: usize, values: &mut [f32]) {
         let words = &self.norm_partials[start..start + values.len()];
-        values.iter_mut().zip(words).for_each(|(value, word)| *value = f32::from_bits(word.load(Ordering::Relaxed)));
+        for (value, word) in values.iter_mut().zip(words) {
+            *value = f32::from_bits(word.load(Ordering::Relaxed));
+        }
     }
 
     /// Writes the loss of `partial_sum`.
     pub(crate) fn write_loss(&self, partial_sum: usize, loss: f32) {
         self.losses[partial_sum].store(loss.to_bits(), Ordering::Relaxed);
         let notice = || Notice::new(Topic::Loss, &[partial_sum as u64, u64::from(loss.to_bits())]);
-        self.remote.iter().for_each(|remote| remote.outbox.send(Audience::First, notice()));
+        if let Some(remote) = &self.remote {
+            remote.outbox.send(Audience::First, notice());
+        }
     }
 
     /// Publishes the losses and the non-finite flag of `rank` for `step`.
@@ -436,7 +448,9 @@ impl ProgressCounters {
     }
 
     fn put_outcome(&self, step: u64, words: [u64; 3]) {
-        self.outcome.iter().zip(words).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+        for (place, word) in self.outcome.iter().zip(words) {
+            place.store(word, Ordering::Relaxed);
+        }
         self.outcome_step.store(step, Ordering::Release);
         self.wake_peers(0);
     }
@@ -461,7 +475,9 @@ impl ProgressCounters {
     }
 
     fn put_order(&self, number: u64, words: [u64; ORDER_WORDS]) {
-        self.order.iter().zip([number].into_iter().chain(words)).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+        for (place, word) in self.order.iter().zip([number].into_iter().chain(words)) {
+            place.store(word, Ordering::Relaxed);
+        }
         self.orders.fetch_add(1, Ordering::Release);
         self.wake_peers(0);
     }
@@ -479,7 +495,9 @@ impl ProgressCounters {
 
     /// Writes the report of `rank` for a step. [`ProgressCounters::publish_done`] publishes it.
     pub(crate) fn write_amounts(&self, rank: usize, amounts: impl Iterator<Item = u64>) {
-        self.entry(rank).amounts.iter().zip(amounts).for_each(|(place, amount)| place.store(amount, Ordering::Relaxed));
+        for (place, amount) in self.entry(rank).amounts.iter().zip(amounts) {
+            place.store(amount, Ordering::Relaxed);
+        }
         let bytes = || self.amounts(rank).flat_map(u64::to_le_bytes).collect();
         self.notify(rank, Audience::First, || Notice::new(Topic::Amounts, &[rank as u64]).with(bytes()));
     }
@@ -492,7 +510,9 @@ impl ProgressCounters {
     /// Writes the rows of each expert on `rank` in a step. As with [`ProgressCounters::write_amounts`], [`ProgressCounters::publish_done`]
     /// publishes them.
     pub(crate) fn write_expert_rows(&self, rank: usize, rows: &[u64]) {
-        self.entry(rank).expert_rows.iter().zip(rows).for_each(|(place, rows)| place.store(*rows, Ordering::Relaxed));
+        for (place, rows) in self.entry(rank).expert_rows.iter().zip(rows) {
+            place.store(*rows, Ordering::Relaxed);
+        }
         if self.remote.is_some() {
             let bytes = rows.iter().flat_map(|rows| rows.to_le_bytes()).collect();
             self.notify_in_pieces(Audience::First, 0, (bytes, 8), |first| Notice::new(Topic::ExpertRows, &[rank as u64, first]));
@@ -579,7 +599,9 @@ impl ProgressCounters {
 
     /// Records that `process` failed, as this process has learned, and ends all ranks.
     pub(crate) fn lose(&self, process: usize, why: &str) {
-        self.remote.iter().for_each(|remote| _ = self.end(remote.names[process].clone(), why));
+        if let Some(remote) = &self.remote {
+            _ = self.end(remote.names[process].clone(), why);
+        }
     }
 
     /// Ends all ranks of this process because of a failure of `name`, a rank or a process. Other processes already know of it and are not
@@ -597,7 +619,9 @@ impl ProgressCounters {
     fn end(&self, name: String, why: &str) -> bool {
         // A later failure is mostly a consequence of the first.
         let is_first = self.failure.set((name, why.to_string())).is_ok();
-        self.bells.iter().for_each(|bell| bell.ring());
+        for bell in &self.bells {
+            bell.ring();
+        }
         is_first
     }
 
@@ -625,20 +649,20 @@ impl ProgressCounters {
     /// A description of the notice if it is invalid: a number out of range, a rank of another process, or an order or outcome from a
     /// process other than 0.
     pub(crate) fn receive(&self, process: usize, notice: &Notice) -> std::result::Result<(), String> {
-        let theirs = self.ranks_of(process);
-        let is_theirs = |rank: &u64| theirs.contains(&(*rank as usize));
+        let ranks = self.ranks_of(process);
+        let is_of_process = |rank: &u64| ranks.contains(&(*rank as usize));
         let wrong = || format!("{:?} {:?} with {} bytes", notice.topic, notice.numbers(), notice.tail.len());
         let is_possible = match (notice.topic, notice.numbers()) {
-            (Topic::Settled, [of, bucket, _]) => is_theirs(of) && *bucket < self.buckets(),
-            (Topic::PartialsTold, [of, count]) => is_theirs(of) && *count <= self.norm_partials.len() as u64,
+            (Topic::Settled, [of, bucket, _]) => is_of_process(of) && *bucket < self.buckets(),
+            (Topic::PartialsPublished, [of, count]) => is_of_process(of) && *count <= self.norm_partials.len() as u64,
             (Topic::ExpertRows, [of, first]) => {
-                is_theirs(of) && fits(&self.entry(*of as usize).expert_rows, *first, notice.long_words().len())
+                is_of_process(of) && fits(&self.entry(*of as usize).expert_rows, *first, notice.long_words().len())
             }
             (Topic::Partials, [first]) => fits(&self.norm_partials, *first, notice.words().len()),
             (Topic::Mail, [first]) => fits(&self.mail, *first, notice.words().len()),
             (Topic::Loss, [partial_sum, bits]) => *partial_sum < self.losses.len() as u64 && *bits <= u64::from(u32::MAX),
             (Topic::Outcome | Topic::Order, _) => process == 0,
-            (_, [of, ..]) => is_theirs(of),
+            (_, [of, ..]) => is_of_process(of),
             _ => false,
         };
         if !is_possible {
@@ -655,7 +679,7 @@ impl ProgressCounters {
             (Topic::Written, _) => self.publish_written(rank),
             (Topic::Pulled, _) => self.publish_pulled(rank),
             (Topic::Settled, [_, bucket, version]) => self.publish_settled(rank, *bucket as usize, *version),
-            (Topic::PartialsTold, [_, count]) => self.publish_norm_partials(rank, *count as usize),
+            (Topic::PartialsPublished, [_, count]) => self.publish_norm_partials(rank, *count as usize),
             (Topic::Reported, [_, nonfinite, step]) => self.publish_report(rank, *nonfinite != 0, *step),
             (Topic::Done, _) => self.publish_done(rank),
             (Topic::Met, _) => self.publish_met(rank),

@@ -177,14 +177,14 @@ fn ranks_of_a_process_meet_locally_and_communicate_as_one_process() {
 #[test]
 fn invalid_notices_are_not_applied() {
     let sizes = CounterSizes { ranks: 2, buckets: 3, norm_partials: 4, partial_sums: 2, experts: 2, mail_words: 5, on_gpus: false };
-    let (message, _heard) = std::sync::mpsc::channel();
+    let (message, _received) = std::sync::mpsc::channel();
     let names = ["process 0 on a", "process 1 on b"].map(String::from).to_vec();
     let progress = ProgressCounters::linked(sizes, RemoteProcesses { process: 0, names, outbox: Arc::new(RecordingOutbox(message)) });
     let words = |count: usize| vec![0; 4 * count];
     for (from, topic, numbers, tail) in [
         (1, Topic::Written, &[0][..], vec![]),
         (1, Topic::Settled, &[1, 3, 1], vec![]),
-        (1, Topic::PartialsTold, &[1, 5], vec![]),
+        (1, Topic::PartialsPublished, &[1, 5], vec![]),
         (1, Topic::Partials, &[3], words(2)),
         (1, Topic::Partials, &[u64::MAX], words(1)),
         (1, Topic::Mail, &[5], words(1)),

@@ -12,6 +12,7 @@ use super::notice::{Notice, Topic};
 use super::run_token::{RunToken, nonce};
 use super::wire::SealedConnection;
 use crate::error::{Error, Result, printable};
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -24,6 +25,8 @@ use std::time::{Duration, Instant};
 
 /// Time between two attempts, and between two polls.
 const PERIOD: Duration = Duration::from_millis(50);
+/// A shorter wait for the other processes is not worth a line.
+const SHORT_WAIT: Duration = Duration::from_secs(2);
 /// A peer must prove another token this often in a row before the error is reported, because a byte may be damaged in transit.
 const TOKEN_TRIES: u32 = 3;
 
@@ -70,18 +73,23 @@ type Slots = Vec<Vec<Option<SealedConnection>>>;
 struct RendezvousDeadline<'a> {
     stop: &'a StopFlag,
     deadline: Instant,
-    /// Prints a line.
-    log: &'a mut dyn FnMut(&str),
+    /// The line for people about this wait, and the time from which on it is printed.
+    late: Option<(Instant, String)>,
+    /// Receives lines for people.
+    log: &'a mut dyn FnMut(ProgressEvent<'_>),
 }
 
 impl RendezvousDeadline<'_> {
-    /// Checks whether the wait may continue.
+    /// Checks whether the wait may continue. A wait that is no longer short is logged once.
     ///
     /// # Errors
     /// `Interrupted` when a stop of this process is requested; the error of `missing` at the deadline.
-    fn look(&self, missing: impl FnOnce() -> Error) -> Result<()> {
+    fn look(&mut self, missing: impl FnOnce() -> Error) -> Result<()> {
         if self.stop.is_set() {
             return Err(Error::Interrupted("the processes of the run met".into()));
+        }
+        if let Some((_, line)) = self.late.take_if(|(from, _)| *from <= Instant::now()) {
+            (self.log)(ProgressEvent::Note(&line));
         }
         if Instant::now() < self.deadline { Ok(()) } else { Err(missing()) }
     }
@@ -102,8 +110,11 @@ impl ProcessRendezvous {
     /// # Errors
     /// `Resource`, which names the processes that are missing or have another token; `Usage`, which names a process that differs, and the
     /// difference; `Interrupted`.
-    pub(super) fn meet(&self, own: HelloMessage, stop: &StopFlag, log: &mut dyn FnMut(&str)) -> Result<Mesh> {
-        let mut wait = RendezvousDeadline { stop, deadline: Instant::now() + self.limit, log };
+    pub(super) fn meet(&self, own: HelloMessage, stop: &StopFlag, log: &mut dyn FnMut(ProgressEvent<'_>)) -> Result<Mesh> {
+        let begun = Instant::now();
+        let place = format!("process {} of {}: meeting the others at {}", self.process, self.processes, self.address);
+        log(ProgressEvent::Detail(&place));
+        let mut wait = RendezvousDeadline { stop, deadline: begun + self.limit, late: Some((begun + SHORT_WAIT, place)), log };
         if self.process == 0 { self.receive(&own, &mut wait) } else { self.join(&own, &mut wait) }
     }
 
@@ -119,7 +130,7 @@ impl ProcessRendezvous {
                     return Ok(Mesh { all, connections: complete(slots) });
                 }
                 Err(RendezvousError::Again(why)) => {
-                    (wait.log)(&format!("{why}; all processes connect again"));
+                    (wait.log)(ProgressEvent::Note(&format!("{why}; all processes connect again")));
                     control.clear();
                 }
                 Err(RendezvousError::Over(error)) => {
@@ -140,19 +151,20 @@ impl ProcessRendezvous {
         let port = self.address.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
         let port = port.ok_or_else(|| Error::usage(format!("--rendezvous {}: HOST:PORT is needed", self.address)))?;
         let failed = |e: &dyn Display| Error::resource(format!("listen at port {port}"), e);
-        let mut is_told = false;
+        let mut is_logged = false;
         loop {
             match HandshakeServer::at(port, &self.token) {
                 Ok(server) => {
                     let address = server.address().map_err(|e| failed(&e))?;
-                    (wait.log)(&format!("listening at {address}: all addresses of this machine"));
+                    (wait.log)(ProgressEvent::Detail(&format!("listening at {address}: all addresses of this machine")));
                     return Ok(server);
                 }
                 Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
                     let limit = self.limit.as_secs();
                     wait.look(|| failed(&format_args!("{e}; --rendezvous-limit {limit} is over: choose another port in --rendezvous")))?;
-                    if !std::mem::replace(&mut is_told, true) {
-                        (wait.log)(&format!("port {port} is in use by another program: trying again for {limit} s"));
+                    if !std::mem::replace(&mut is_logged, true) {
+                        let line = format!("port {port} is in use by another program: trying again for {limit} s");
+                        (wait.log)(ProgressEvent::Note(&line));
                     }
                 }
                 Err(e) => return Err(failed(&e)),
@@ -173,14 +185,16 @@ impl ProcessRendezvous {
             let gone = self.look_after(None, (&mut *server, &mut *control), wait)?;
             // A process that requested a stop of the run does not come back.
             for gone in gone.iter().filter(|_| !wait.stop.is_set()) {
-                (wait.log)(&format!("{gone}; it may connect again"));
+                (wait.log)(ProgressEvent::Note(&format!("{gone}; it may connect again")));
             }
         }
         let mut all: Vec<HelloMessage> = [own.clone()].into_iter().chain(control.hellos()).collect();
         if let Some(why) = (1..all.len()).find_map(|process| difference(&all, process)) {
             return Err(Error::usage(why).into());
         }
-        all.iter_mut().for_each(|hello| hello.facts.clear());
+        for hello in &mut all {
+            hello.facts.clear();
+        }
         let round = u64::from_le_bytes(*nonce().first_chunk().expect("a nonce is longer"));
         control.broadcast_json(&RendezvousReply::Welcome(round, all.clone()));
         let mut slots = self.slots();
@@ -204,11 +218,12 @@ impl ProcessRendezvous {
         &self,
         round: Option<(u64, &mut Slots)>,
         (server, control): (&mut HandshakeServer, &mut ControlServer),
-        wait: &RendezvousDeadline<'_>,
+        wait: &mut RendezvousDeadline<'_>,
     ) -> std::result::Result<Vec<String>, RendezvousError> {
         wait.look(|| {
             let dropped = match server.dropped() {
                 0 => String::new(),
+                1 => "; 1 connection without the run token was dropped".into(),
                 count => format!("; {count} connections without the run token were dropped"),
             };
             let missing = control.missing();
@@ -242,7 +257,7 @@ impl ProcessRendezvous {
                 Err(RendezvousError::Over(error)) => return Err(error),
                 Err(RendezvousError::Again(why)) => {
                     wait.look(|| self.late(&why))?;
-                    (wait.log)(&format!("{why}; trying again"));
+                    (wait.log)(ProgressEvent::Note(&format!("{why}; trying again")));
                     thread::sleep(PERIOD);
                 }
             }
@@ -259,9 +274,10 @@ impl ProcessRendezvous {
         let control = self.reach_first(wait)?;
         let failed = |e: io::Error| RendezvousError::from(Error::resource("listen for the other processes", e));
         let addresses = || Ok((control.stream.local_addr()?.ip(), control.stream.peer_addr()?.ip(), server.address()?.port()));
-        let (here, first, port) = addresses().map_err(failed)?;
+        let (own_host, first, port) = addresses().map_err(failed)?;
         let mut line = ControlConnection::new(control).map_err(failed)?;
-        let outcome = self.meet_over(&mut line, &HelloMessage { address: Some((here, port).into()), ..own.clone() }, first, server, wait);
+        let outcome =
+            self.meet_over(&mut line, &HelloMessage { address: Some((own_host, port).into()), ..own.clone() }, first, server, wait);
         if let Err(RendezvousError::Over(Error::Interrupted(_))) = &outcome {
             // If process 0 does not receive the stop request, it detects the loss of this process.
             let _ = line.send(&Notice::new(Topic::Stop, &[]));
@@ -278,7 +294,7 @@ impl ProcessRendezvous {
         own: &HelloMessage,
         first: IpAddr,
         server: &mut HandshakeServer,
-        wait: &RendezvousDeadline<'_>,
+        wait: &mut RendezvousDeadline<'_>,
     ) -> std::result::Result<(Vec<HelloMessage>, Slots), RendezvousError> {
         let text = serde_json::to_string(own).map_err(|e| Error::format("the message of this process", e))?;
         line.send(&Notice::new(Topic::Agreement, &[]).with_text(&text)).map_err(lost)?;
@@ -300,7 +316,7 @@ impl ProcessRendezvous {
     fn listen_to(
         &self,
         line: &mut ControlConnection,
-        wait: &RendezvousDeadline<'_>,
+        wait: &mut RendezvousDeadline<'_>,
     ) -> std::result::Result<Option<Notice>, RendezvousError> {
         wait.look(|| self.late("not all processes have connected"))?;
         let notice = line.next().map_err(lost)?;
@@ -311,7 +327,7 @@ impl ProcessRendezvous {
     }
 
     /// Whether process 0 has announced that the run begins, after its reply to the hello message.
-    fn may_begin(&self, line: &mut ControlConnection, wait: &RendezvousDeadline<'_>) -> std::result::Result<bool, RendezvousError> {
+    fn may_begin(&self, line: &mut ControlConnection, wait: &mut RendezvousDeadline<'_>) -> std::result::Result<bool, RendezvousError> {
         match self.listen_to(line, wait)? {
             Some(Notice { topic: Topic::Agreement, tail, .. }) => {
                 self.welcome(&tail)?;
@@ -332,7 +348,7 @@ impl ProcessRendezvous {
     }
 
     /// Opens the control connection to process 0, retrying until process 0 listens.
-    fn reach_first(&self, wait: &RendezvousDeadline<'_>) -> std::result::Result<SealedConnection, RendezvousError> {
+    fn reach_first(&self, wait: &mut RendezvousDeadline<'_>) -> std::result::Result<SealedConnection, RendezvousError> {
         let (claim, mut refusals) = (self.claim(Channel::CONTROL, 0), 0);
         loop {
             let why = match self.dial(&self.address, claim, || {
@@ -371,7 +387,7 @@ impl ProcessRendezvous {
         round: u64,
         (all, first): (&[HelloMessage], IpAddr),
         (line, server): (&mut ControlConnection, &mut HandshakeServer),
-        wait: &RendezvousDeadline<'_>,
+        wait: &mut RendezvousDeadline<'_>,
     ) -> std::result::Result<Slots, RendezvousError> {
         let (channels, mut slots, mut refusals) = (Channel::all(self.ranks), self.slots(), 0);
         let to = |process: usize| channels.iter().skip(usize::from(process == 0)).map(move |channel| (process, *channel));
@@ -413,10 +429,10 @@ impl ProcessRendezvous {
         claim: Claim,
         mut watching: impl FnMut() -> std::result::Result<(), RendezvousError>,
     ) -> std::result::Result<io::Result<SealedConnection>, RendezvousError> {
-        let (tells, message) = mpsc::channel();
+        let (sender, message) = mpsc::channel();
         let (address, token) = (address.to_owned(), self.token.clone());
         // The receiver is gone once this process stops.
-        let body = move || _ = tells.send(connect(&address, &token, claim));
+        let body = move || _ = sender.send(connect(&address, &token, claim));
         if let Err(error) = thread::Builder::new().name("connect".into()).spawn(body) {
             return Ok(Err(error));
         }

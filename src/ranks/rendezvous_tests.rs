@@ -105,6 +105,32 @@ fn a_peer_with_another_token_gets_an_error_and_a_stop_ends_the_wait() {
     });
 }
 
+/// The line of `event` behind its kind.
+fn line_of(event: ProgressEvent<'_>) -> String {
+    match event {
+        ProgressEvent::Note(line) => format!("note: {line}"),
+        ProgressEvent::Detail(line) => format!("detail: {line}"),
+        ProgressEvent::Warn(line) => format!("warning: {line}"),
+        ProgressEvent::Progress { activity, .. } => activity.into(),
+    }
+}
+
+#[test]
+fn only_a_long_wait_for_other_processes_is_a_note() {
+    let address = free_address();
+    let [mut first, second] = [0, 1].map(|process| ThreadedProcess::start(&address, process, 2));
+    let lines = std::mem::replace(&mut first.lines, mpsc::channel().1);
+    assert!([first, second].into_iter().all(|process| process.mesh().all.len() == 2));
+    let lines: Vec<String> = lines.iter().collect();
+    assert!(lines.len() == 2 && lines.iter().all(|line| line.starts_with("detail: ")), "{lines:?}");
+    let (address, begun) = (free_address(), Instant::now());
+    let first = ThreadedProcess::start(&address, 0, 2);
+    first.expect_line(&format!("note: process 0 of 2: meeting the others at {address}"));
+    assert!(begun.elapsed() >= SHORT_WAIT);
+    let second = ThreadedProcess::start(&address, 1, 2);
+    assert!([first, second].into_iter().all(|process| process.mesh().all.len() == 2));
+}
+
 /// A process that runs the rendezvous on its own thread, and the lines that it prints.
 struct ThreadedProcess {
     thread: thread::JoinHandle<Result<Mesh>>,
@@ -119,10 +145,10 @@ impl ThreadedProcess {
     }
 
     fn with(meeting: ProcessRendezvous) -> Self {
-        let (stop, (tells, lines)) = (StopFlag::default(), mpsc::channel());
+        let (stop, (sender, lines)) = (StopFlag::default(), mpsc::channel());
         let own = HelloMessage { host: format!("host-{}", meeting.process), ..HelloMessage::default() };
-        let asks = stop.clone();
-        let thread = thread::spawn(move || meeting.meet(own, &asks, &mut |line| _ = tells.send(line.to_owned())));
+        let stop_of_thread = stop.clone();
+        let thread = thread::spawn(move || meeting.meet(own, &stop_of_thread, &mut |event| _ = sender.send(line_of(event))));
         Self { thread, stop, lines }
     }
 

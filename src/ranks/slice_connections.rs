@@ -43,7 +43,8 @@ pub(crate) enum SliceKind {
 pub(crate) struct SliceBuffers(Vec<Arc<Vec<u8>>>);
 
 impl SliceBuffers {
-    /// Memory of a slice of `length` bytes, which `fill` writes. The memory of an earlier slice serves again once every clone of its `Arc` is dropped.
+    /// Memory of a slice of `length` bytes, which `fill` writes. The memory of an earlier slice serves again once every clone of its `Arc`
+    /// is dropped.
     ///
     /// # Errors
     /// Errors of `fill`.
@@ -145,13 +146,13 @@ fn send(leaving: &Receiver<SliceMessage>, out: &mut impl Write, (kind, mut seal)
 fn receive(
     arriving: &SyncSender<SliceMessage>,
     input: &mut impl Read,
-    what: (SliceKind, usize),
+    expected: (SliceKind, usize),
     mut seal: Seal,
     bell: &Doorbell,
 ) -> io::Result<()> {
     let mut buffers = SliceBuffers::default();
     loop {
-        let Some(message) = SliceMessage::read(input, what, &mut seal, &mut buffers)? else { continue };
+        let Some(message) = SliceMessage::read(input, expected, &mut seal, &mut buffers)? else { continue };
         // Nobody takes it any more when the driver has ended.
         if arriving.send(message).is_err() {
             return Ok(());
@@ -218,7 +219,7 @@ mod tests {
             let (message, kind) = (SliceMessage { bucket, round, bytes: Arc::new(bytes) }, SliceKind::Weights);
             let mut wire = Vec::new();
             message.write(&mut wire, kind, &mut Seal::default()).unwrap();
-            let read = |wire: &[u8], what| SliceMessage::read(&mut &*wire, what, &mut Seal::default(), &mut SliceBuffers::default());
+            let read = |wire: &[u8], want| SliceMessage::read(&mut &*wire, want, &mut Seal::default(), &mut SliceBuffers::default());
             if message.bytes.len() <= most {
                 prop_assert_eq!(read(&wire, (kind, most)).unwrap(), Some(message));
             } else {

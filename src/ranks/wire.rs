@@ -1,9 +1,9 @@
-//! Format of a message between two processes: a head with the length of the body, the number and the kind of the message, then the body, then the
-//! checksum of the body. TCP's own checksum has 16 bits and lets one of 65,536 damaged packets pass, so that head and body have a CRC-32C each, which
-//! the receiver compares before it uses anything. The number counts the messages of a connection in one direction: a lost, doubled, inserted or
-//! reordered message has a wrong number. Each direction begins its checksums with a seed of its own from the handshake, so that a message of another
-//! connection, direction or run counts as damaged, too. The checksum of a body comes last: both sides compute it of pieces that their caches hold
-//! between memory and socket.
+//! Format of a message between two processes: a head with the length of the body, the number and the kind of the message, then the body,
+//! then the checksum of the body. TCP's own checksum has 16 bits and lets one of 65,536 damaged packets pass, so that head and body have a
+//! CRC-32C each, which the receiver compares before it uses anything. The number counts the messages of a connection in one direction: a
+//! lost, doubled, inserted or reordered message has a wrong number. Each direction begins its checksums with a seed of its own from the
+//! handshake, so that a message of another connection, direction or run counts as damaged, too. The checksum of a body comes last: both
+//! sides compute it of pieces that their caches hold between memory and socket.
 
 use crc32c::crc32c_append;
 use std::io::{self, Cursor, ErrorKind, Read, Write};
@@ -84,8 +84,8 @@ impl Seal {
         Ok(Header { kind, length: length as usize, facts_sum })
     }
 
-    /// Reads the body of the message of `head` into `start` and then `rest`, which have its length together, and compares its checksum. `name`
-    /// names the message by its start.
+    /// Reads the body of the message of `head` into `start` and then `rest`, which have its length together, and compares its checksum.
+    /// `name` names the message by its start.
     ///
     /// # Errors
     /// Errors of `input`; `InvalidData` for a damaged body.
@@ -111,8 +111,8 @@ impl Seal {
 }
 
 /// A message that cannot be used, in words.
-pub(super) fn damage(what: String) -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, what)
+pub(super) fn damage(cause: String) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, cause)
 }
 
 /// The next bytes, as many as the array has.
@@ -238,13 +238,13 @@ mod tests {
                 received(seed, &messages.concat())
             };
             let other = sent(seed ^ 1, &bodies);
-            for (what, (all, error)) in [
+            for (cause, (all, error)) in [
                 ("lost", changed(&|messages| drop(messages.remove(at)))),
                 ("doubled", changed(&|messages| messages.insert(at, messages[at].clone()))),
                 ("moved", changed(&|messages| messages.swap(at, at + 1))),
                 ("of another connection", changed(&|messages| messages[at] = other[at].clone())),
             ] {
-                prop_assert!(error.is_some() && all.len() <= at + 1, "{what}: {all:?}");
+                prop_assert!(error.is_some() && all.len() <= at + 1, "{cause}: {all:?}");
             }
         }
     }

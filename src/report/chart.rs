@@ -56,7 +56,7 @@ impl Scale {
         Self { from: from - margin, to: to + margin, is_log }
     }
 
-    fn share(&self, value: f64) -> f64 {
+    fn fraction(&self, value: f64) -> f64 {
         let along = |x: f64| if self.is_log { x.ln() } else { x };
         (along(value) - along(self.from)) / (along(self.to) - along(self.from))
     }
@@ -91,7 +91,9 @@ impl Chart<'_> {
         self.grid(&mut svg, &x, &y);
         let _ =
             write!(svg, "<svg class=\"curves\" width=\"100%\" height=\"100%\" viewBox=\"0 0 {SIDE} {SIDE}\" preserveAspectRatio=\"none\">");
-        self.runs.iter().for_each(|run| run.curves(&mut svg, &x, &y));
+        for run in &self.runs {
+            run.curves(&mut svg, &x, &y);
+        }
         svg.push_str("</svg>\n");
         self.end_labels(&mut svg, &y);
         self.best_label(&mut svg, &x, &y);
@@ -116,19 +118,19 @@ impl Chart<'_> {
         let (low, high) = curves().filter_map(StepCurve::range).reduce(hull)?;
         let is_log = self.axis == ValueAxis::Fitted && low > 0.0 && high / low > LOG_FROM;
         let low = if self.axis == ValueAxis::FromZero { low.min(0.0) } else { low };
-        let room = if is_log { 0.0 } else { (high - low) * 0.06 };
-        let below = if self.axis == ValueAxis::FromZero { 0.0 } else { room };
-        Some((Scale::new(first, last, false), Scale::new(low - below, high + room, is_log)))
+        let margin = if is_log { 0.0 } else { (high - low) * 0.06 };
+        let below = if self.axis == ValueAxis::FromZero { 0.0 } else { margin };
+        Some((Scale::new(first, last, false), Scale::new(low - below, high + margin, is_log)))
     }
 
     fn grid(&self, svg: &mut String, x: &Scale, y: &Scale) {
         for tick in y.ticks(4.0) {
-            let at = 100.0 * (1.0 - y.share(tick));
+            let at = 100.0 * (1.0 - y.fraction(tick));
             let _ = writeln!(svg, "<line class=\"grid\" x1=\"0\" x2=\"100%\" y1=\"{at:.2}%\" y2=\"{at:.2}%\"/>");
             let _ = writeln!(svg, "<text class=\"tick\" x=\"-8\" y=\"{at:.2}%\" dy=\"4\" text-anchor=\"end\">{}</text>", tick_text(tick));
         }
         for tick in x.ticks(4.0).into_iter().filter(|tick| tick.fract() == 0.0) {
-            let at = 100.0 * x.share(tick);
+            let at = 100.0 * x.fraction(tick);
             let _ = writeln!(
                 svg,
                 "<text class=\"tick x\" x=\"{at:.2}%\" y=\"100%\" dy=\"18\" text-anchor=\"middle\">{}</text>",
@@ -141,7 +143,7 @@ impl Chart<'_> {
 
     /// Draws each curve's last value beside its end, moved if two labels would overlap.
     fn end_labels(&self, svg: &mut String, y: &Scale) {
-        let end = |run: &ChartRun| run.line().last().map(|&(_, value)| (100.0 * (1.0 - y.share(value)), value, run.run));
+        let end = |run: &ChartRun| run.line().last().map(|&(_, value)| (100.0 * (1.0 - y.fraction(value)), value, run.run));
         let mut ends: Vec<_> = self.runs.iter().filter_map(end).collect();
         ends.sort_by(|a, b| a.0.total_cmp(&b.0));
         // From the lowest label upwards, because the step axis is below the plot area.
@@ -159,7 +161,7 @@ impl Chart<'_> {
     fn best_label(&self, svg: &mut String, x: &Scale, y: &Scale) {
         let [run] = self.runs.as_slice() else { return };
         let Some((step, value)) = run.best() else { return };
-        let (across, down) = (100.0 * x.share(step), 100.0 * (1.0 - y.share(value)));
+        let (across, down) = (100.0 * x.fraction(step), 100.0 * (1.0 - y.fraction(value)));
         let anchor = ["start", "middle", "end"][usize::from(across > 12.0) + usize::from(across > 88.0)];
         let _ = writeln!(
             svg,
@@ -193,16 +195,20 @@ impl ChartRun<'_> {
             path(svg, "raw", self.run, &piece, "", x, y);
         }
         path(svg, "smooth", self.run, &self.line(), &self.means(), x, y);
-        self.marks.iter().for_each(|(style, marks)| ticks_below(svg, style, self.run, marks, x));
+        for (style, marks) in &self.marks {
+            ticks_below(svg, style, self.run, marks, x);
+        }
         let dots: Vec<_> = self.dots.iter().flat_map(|dots| dots.points()).collect();
-        ["dot", "hole"].into_iter().for_each(|style| points_alone(svg, style, self.run, &dots, x, y));
+        for style in ["dot", "hole"] {
+            points_alone(svg, style, self.run, &dots, x, y);
+        }
         points_alone(svg, "best", self.run, self.best().as_slice(), x, y);
     }
 }
 
 /// Coordinates of a point in SVG.
 fn place((step, value): (f64, f64), x: &Scale, y: &Scale) -> String {
-    format!("{:.1},{:.1}", SIDE * x.share(step), SIDE * (1.0 - y.share(value)))
+    format!("{:.1},{:.1}", SIDE * x.fraction(step), SIDE * (1.0 - y.fraction(value)))
 }
 
 /// Draws a line through `points`. A line with a single point has no length, and is visible because of its round cap.
@@ -220,7 +226,7 @@ fn points_alone(svg: &mut String, style: &str, run: usize, points: &[(f64, f64)]
 
 /// Draws short strokes on the step axis.
 fn ticks_below(svg: &mut String, style: &str, run: usize, marks: &StepCurve, x: &Scale) {
-    let strokes: String = marks.points().map(|(step, _)| format!("M{:.1},970V1000", SIDE * x.share(step))).collect();
+    let strokes: String = marks.points().map(|(step, _)| format!("M{:.1},970V1000", SIDE * x.fraction(step))).collect();
     element(svg, style, run, &strokes, "", strokes.is_empty());
 }
 
@@ -280,7 +286,7 @@ mod tests {
         assert_eq!(Scale::new(0.0, 300.0, false).ticks(4.0), [0.0, 100.0, 200.0, 300.0]);
         assert_eq!(Scale::new(2.1, 5.6, false).ticks(4.0), [3.0, 4.0, 5.0]);
         assert_eq!(Scale::new(0.02, 90.0, true).ticks(4.0), [0.1, 1.0, 10.0]);
-        assert_eq!(Scale::new(5.0, 5.0, false).share(5.0), 0.5);
+        assert_eq!(Scale::new(5.0, 5.0, false).fraction(5.0), 0.5);
         assert_eq!([20_000.0, 0.5, 3e-5, 0.0, 1e6].map(tick_text), ["20k", "0.5", "3e-5", "0", "1M"]);
     }
 

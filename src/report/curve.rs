@@ -62,7 +62,7 @@ impl StepCurve {
                 self.last_points += 1;
             }
             _ => {
-                self.make_room();
+                self.merge_if_full();
                 self.stretches.push(point);
                 self.last_points = 1;
             }
@@ -70,7 +70,7 @@ impl StepCurve {
     }
 
     /// Merges pairs of stretches when the maximum number is reached.
-    fn make_room(&mut self) {
+    fn merge_if_full(&mut self) {
         if self.stretches.len() == STRETCHES_MAX {
             self.stretches = self.stretches.chunks(2).map(|pair| pair.iter().skip(1).fold(pair[0], |all, next| all.and(*next))).collect();
             self.stretch_points *= 2;

@@ -4,7 +4,7 @@ use super::curve::StepCurve;
 use crate::disk::Dir;
 use crate::error::{Error, Result};
 use crate::metrics::WrittenSample;
-use crate::train::metrics_file::{METRICS, MetricsLine, read_line};
+use crate::train::sinks::metrics_file::{METRICS, MetricsLine, read_line};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -77,9 +77,9 @@ pub(super) struct DataRecord {
     pub(super) packing: Option<String>,
 }
 
-/// Aggregated metrics of a run.
+/// Values of a run by step.
 #[derive(Default, Debug)]
-pub(super) struct History {
+pub(super) struct HistoryCurves {
     pub(super) loss: StepCurve,
     pub(super) eval_loss: StepCurve,
     pub(super) grad_norm: StepCurve,
@@ -94,6 +94,12 @@ pub(super) struct History {
     /// 1 at a clipped or skipped step, else NaN.
     pub(super) clips: StepCurve,
     pub(super) skips: StepCurve,
+}
+
+/// Aggregated metrics of a run.
+#[derive(Default, Debug)]
+pub(super) struct History {
+    pub(super) curves: HistoryCurves,
     pub(super) steps: u64,
     pub(super) last_step: u64,
     pub(super) epoch: Option<f64>,
@@ -180,7 +186,7 @@ impl History {
     }
 
     fn add_evaluation(&mut self, step: u64, loss: f64, seconds: f64) {
-        self.eval_loss.push(step as f64, loss);
+        self.curves.eval_loss.push(step as f64, loss);
         self.evaluations += 1;
         self.eval_seconds += seconds;
         self.last_eval = Some((step, loss));
@@ -201,32 +207,39 @@ impl History {
         self.total_ms += step_ms;
         self.gflop += record.model_tflops.unwrap_or(0.0) * step_ms;
         let waited = [record.exposed_cpu_ms, record.exposed_transfer_ms, record.exposed_peer_ms];
-        self.exposed_ms.iter_mut().zip(waited).for_each(|(sum, ms)| *sum += ms.unwrap_or(0.0));
+        for (sum, ms) in self.exposed_ms.iter_mut().zip(waited) {
+            *sum += ms.unwrap_or(0.0);
+        }
         let buckets = [record.speculated, record.rolled_back, record.committed, record.clipped, record.skipped];
-        self.bucket_steps.iter_mut().zip(buckets).for_each(|(sum, count)| *sum = sum.saturating_add(count.unwrap_or(0)));
+        for (sum, count) in self.bucket_steps.iter_mut().zip(buckets) {
+            *sum = sum.saturating_add(count.unwrap_or(0));
+        }
         let rss_bytes = record.rss_bytes.or(record.memory.as_ref().and_then(|memory| memory.rss_bytes));
         self.rss_bytes = rss_bytes.unwrap_or(self.rss_bytes);
         self.memory = record.memory.or(self.memory.take());
         self.draw(x, loss, [record.grad_norm, record.learning_rate, record.tokens_per_second, record.step_ms]);
-        self.tokens_by_step.push(x, self.tokens);
-        self.ms_by_step.push(x, self.total_ms);
-        self.expert_largest.push(x, record.expert_largest_over_mean.unwrap_or(f64::NAN));
-        self.expert_unused.push(x, record.expert_unused_share.map_or(f64::NAN, |share| 100.0 * share));
+        self.curves.tokens_by_step.push(x, self.tokens);
+        self.curves.ms_by_step.push(x, self.total_ms);
+        self.curves.expert_largest.push(x, record.expert_largest_over_mean.unwrap_or(f64::NAN));
+        self.curves.expert_unused.push(x, record.expert_unused_share.map_or(f64::NAN, |fraction| 100.0 * fraction));
         self.mark(x, record.verdict.as_deref());
     }
 
     fn draw(&mut self, x: f64, loss: f64, others: [Option<f64>; 4]) {
-        self.loss.push(x, loss);
-        let curves = [&mut self.grad_norm, &mut self.learning_rate, &mut self.tokens_per_second, &mut self.step_ms];
-        curves.into_iter().zip(others).for_each(|(curve, y)| curve.push(x, y.unwrap_or(f64::NAN)));
+        self.curves.loss.push(x, loss);
+        let curves =
+            [&mut self.curves.grad_norm, &mut self.curves.learning_rate, &mut self.curves.tokens_per_second, &mut self.curves.step_ms];
+        for (curve, y) in curves.into_iter().zip(others) {
+            curve.push(x, y.unwrap_or(f64::NAN));
+        }
     }
 
     fn mark(&mut self, x: f64, verdict: Option<&str>) {
         let (is_clip, is_skip) = (verdict == Some("clip"), verdict == Some("skip"));
         self.clipped_steps += u64::from(is_clip);
         self.skipped_steps += u64::from(is_skip);
-        self.clips.push(x, if is_clip { 1.0 } else { f64::NAN });
-        self.skips.push(x, if is_skip { 1.0 } else { f64::NAN });
+        self.curves.clips.push(x, if is_clip { 1.0 } else { f64::NAN });
+        self.curves.skips.push(x, if is_skip { 1.0 } else { f64::NAN });
     }
 
     /// Milliseconds in which compute did not wait.
@@ -241,9 +254,9 @@ impl History {
 
     /// Mean model TFLOP/s over all steps, and their fraction of the rate of large matrix products; `None` if the run's profile lacks that
     /// rate.
-    pub(super) fn mean_tflops_and_share(&self) -> Option<(f64, f64)> {
+    pub(super) fn mean_tflops_and_fraction(&self) -> Option<(f64, f64)> {
         let (tflops, peak) = (self.gflop / self.total_ms, self.facts["matmul_flops"].as_f64()? / 1e12);
-        Some((tflops, tflops / peak)).filter(|(_, share)| share.is_finite() && *share > 0.0)
+        Some((tflops, tflops / peak)).filter(|(_, fraction)| fraction.is_finite() && *fraction > 0.0)
     }
 }
 
@@ -273,14 +286,14 @@ mod tests {
         assert_eq!(all.gflop, 3000.0);
         assert_eq!((all.exposed_ms, all.compute_ms(), all.mean_tokens_per_second()), ([300.0, 0.0, 0.0], 1200.0, 64.0));
         assert_eq!((all.bucket_steps, all.clipped_steps, all.skipped_steps), ([0, 0, 0, 9, 0], 1, 1));
-        assert_eq!((all.evaluations, all.last_eval, all.clips.points().collect::<Vec<_>>()), (1, Some((2, 2.25)), vec![(2.0, 1.0)]));
+        assert_eq!((all.evaluations, all.last_eval, all.curves.clips.points().collect::<Vec<_>>()), (1, Some((2, 2.25)), vec![(2.0, 1.0)]));
     }
 
     #[test]
     fn loads_of_experts_are_drawn_where_a_line_has_them() {
         let all = history("{\"step\":1}\n{\"step\":2,\"expert_largest_over_mean\":2.5,\"expert_unused_share\":0.25}\n");
         let points = |curve: &StepCurve| curve.points().collect::<Vec<_>>();
-        assert_eq!((points(&all.expert_largest), points(&all.expert_unused)), (vec![(2.0, 2.5)], vec![(2.0, 25.0)]));
+        assert_eq!((points(&all.curves.expert_largest), points(&all.curves.expert_unused)), (vec![(2.0, 2.5)], vec![(2.0, 25.0)]));
     }
 
     #[test]
@@ -298,7 +311,7 @@ mod tests {
     #[test]
     fn lines_of_other_versions_and_losses_that_are_no_numbers_are_steps() {
         let all = history("{\"step\":1}\n{\"step\":2,\"loss\":null,\"new\":[{}],\"grad_norm\":null}\n");
-        assert_eq!((all.steps, all.steps_without_loss, all.loss.range()), (2, 2, None));
+        assert_eq!((all.steps, all.steps_without_loss, all.curves.loss.range()), (2, 2, None));
         assert!(all.last_loss.is_nan() && all.mean_tokens_per_second().is_nan() && all.memory.is_none());
         assert_eq!(history("").steps, 0);
     }

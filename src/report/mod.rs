@@ -39,7 +39,9 @@ pub(crate) fn write_report(paths: &[PathBuf], out: &Path, with_samples: bool) ->
     let file = ResultFile::open(out, &REPORT)?;
     let mut runs = paths.iter().map(|path| PastRun::read(path)).collect::<Result<Vec<_>>>()?;
     if with_samples {
-        runs.iter_mut().for_each(|run| run.samples = Some(DataSamples::of(run.setup.as_ref())));
+        for run in &mut runs {
+            run.samples = Some(DataSamples::of(run.setup.as_ref()));
+        }
     }
     let page = sections::page(&runs);
     file.write(|out| out.write_all(page.as_bytes()))

@@ -57,9 +57,9 @@ const OF_A_RESUME: [&str; 2] = ["resume_from_checkpoint", "allow_changed"];
 /// original command.
 pub(super) fn command(run: &PastRun) -> Option<String> {
     let (settings, defaults) = (settings(run)?, defaults(run));
-    let is_said = |key: &str, value: &Value| defaults.get(key) != Some(value) && !value.is_null() && !Settings::is_file_only(key);
+    let is_set = |key: &str, value: &Value| defaults.get(key) != Some(value) && !value.is_null() && !Settings::is_file_only(key);
     let is_of_a_start = |key: &str| key != OUTPUT_DIR && !OF_A_RESUME.contains(&key);
-    let text = settings.iter().filter(|(key, value)| is_said(key, value) && is_of_a_start(key)).map(|(key, value)| argument(key, value));
+    let text = settings.iter().filter(|(key, value)| is_set(key, value) && is_of_a_start(key)).map(|(key, value)| argument(key, value));
     let before = settings.get(OUTPUT_DIR).and_then(Value::as_str).unwrap_or("run").trim_end_matches('/');
     let fresh = argument(OUTPUT_DIR, &format!("{before}-again").into());
     Some(["superoffload train".into(), fresh].into_iter().chain(text).collect::<Vec<_>>().join(" \\\n  "))

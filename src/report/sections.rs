@@ -11,7 +11,7 @@ use super::verdict;
 use crate::facts::BuildFacts;
 use crate::metrics::WrittenSample;
 use crate::simulate::outcome::of_a_large_product;
-use crate::units::Bytes;
+use crate::units::{Bytes, counted};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
@@ -32,7 +32,7 @@ pub(super) fn page(runs: &[PastRun]) -> String {
         section("Learning rate and gradient norm", &pair(learning_rate(runs), grad_norm(runs))),
         section("Speed", &pair(speed(runs), step_time(runs))),
         experts(runs),
-        section("Where the time of a step goes", &each(runs, step_shares)),
+        section("Where the time of a step goes", &each(runs, step_time_bar)),
         section("Memory", &each(runs, memory)),
         section("Two steps", &each(runs, two_steps)),
         section("Speculation", &speculation(runs)),
@@ -86,7 +86,11 @@ fn one_run(run: &PastRun) -> String {
         tile("Loss, last step", number(history.last_loss), eval),
         tile("Tokens trained", number(history.tokens), epochs),
         tile("Speed, all steps", number(history.mean_tokens_per_second()), format!("tokens/s{}", of_peak(history))),
-        tile("Time in steps", verdict::duration(history.total_ms), format!("{} steps", number(history.steps as f64))),
+        tile(
+            "Time in steps",
+            verdict::duration(history.total_ms),
+            format!("{} step{}", number(history.steps as f64), if history.steps == 1 { "" } else { "s" }),
+        ),
     ];
     let tiles = if history.steps > 0 { format!("<dl class=\"tiles\">\n{}</dl>\n", tiles.concat()) } else { String::new() };
     format!("<p class=\"what\">{}</p>\n<p class=\"verdict\">{}</p>\n{tiles}", escape(verdict::subject(run)), escape(verdict::sentence(run)))
@@ -94,7 +98,7 @@ fn one_run(run: &PastRun) -> String {
 
 /// ` (76 % of a large product)`, if known.
 fn of_peak(history: &History) -> String {
-    of_a_large_product(history.mean_tflops_and_share().map(|(_, share)| share))
+    of_a_large_product(history.mean_tflops_and_fraction().map(|(_, fraction)| fraction))
 }
 
 fn comparison(runs: &[PastRun]) -> String {
@@ -116,13 +120,25 @@ fn comparison(runs: &[PastRun]) -> String {
 /// Remarks about unreadable or unexpected data of a run.
 fn remarks(run: &PastRun) -> Vec<String> {
     let (name, history) = (&run.name, &run.history);
-    let counted = |count: u64, what: &str| (count > 0).then(|| format!("{name}: {count} {what}."));
+    let several = |count: u64, noun: &str, singular: &str, plural: &str| {
+        (count > 0).then(|| format!("{name}: {} {}.", counted(count, noun), if count == 1 { singular } else { plural }))
+    };
     let cut = history.is_cut_short.then(|| format!("{name}: the last line of metrics.jsonl has no end and was left out."));
     [
-        counted(history.damaged_lines, "lines of metrics.jsonl are damaged and were left out"),
+        several(
+            history.damaged_lines,
+            "line",
+            "of metrics.jsonl is damaged and was left out",
+            "of metrics.jsonl are damaged and were left out",
+        ),
         cut,
-        counted(history.steps_without_loss, "steps have no loss that is a number"),
-        counted(history.skipped_steps, "steps were skipped, since a gradient was not finite"),
+        several(history.steps_without_loss, "step", "has no loss that is a number", "have no loss that is a number"),
+        several(
+            history.skipped_steps,
+            "step",
+            "was skipped, since a gradient was not finite",
+            "were skipped, since a gradient was not finite",
+        ),
     ]
     .into_iter()
     .flatten()
@@ -144,10 +160,10 @@ fn legend(runs: &[PastRun]) -> String {
 fn loss(runs: &[PastRun]) -> String {
     let drawn = runs.iter().enumerate().map(|(run, past)| ChartRun {
         run,
-        curve: &past.history.loss,
+        curve: &past.history.curves.loss,
         is_exact: false,
-        dots: Some(&past.history.eval_loss),
-        marks: vec![("clip", &past.history.clips), ("skip", &past.history.skips)],
+        dots: Some(&past.history.curves.eval_loss),
+        marks: vec![("clip", &past.history.curves.clips), ("skip", &past.history.curves.skips)],
     });
     let caption = "mean over the tokens of a step, in nats. Thin: each step; thick, with its last value: smoothed; points: evaluations, \
                    the best one filled; strokes below: clipped steps; red: skipped steps";
@@ -162,7 +178,7 @@ fn controls(runs: &[PastRun]) -> String {
     };
     let clock = |run: &PastRun| {
         let listed = |curve: &StepCurve| curve.points().map(|(step, done)| format!("{step} {done:.1}")).collect::<Vec<_>>().join(" ");
-        let (tokens, ms) = (listed(&run.history.tokens_by_step), listed(&run.history.ms_by_step));
+        let (tokens, ms) = (listed(&run.history.curves.tokens_by_step), listed(&run.history.curves.ms_by_step));
         format!("<data class=\"clock\" hidden value=\"\" data-tokens=\"{tokens}\" data-ms=\"{ms}\"></data>\n")
     };
     format!(
@@ -189,30 +205,33 @@ fn loss_notes(runs: &[PastRun]) -> String {
 }
 
 fn learning_rate(runs: &[PastRun]) -> String {
-    draw(runs, LEARNING_RATE, "of each step's update", ValueAxis::FromZero, |history| &history.learning_rate)
+    draw(runs, LEARNING_RATE, "of each step's update", ValueAxis::FromZero, |history| &history.curves.learning_rate)
 }
 
 fn grad_norm(runs: &[PastRun]) -> String {
-    draw(runs, "Gradient norm", "of all parameters, before clipping", ValueAxis::Fitted, |history| &history.grad_norm)
+    draw(runs, "Gradient norm", "of all parameters, before clipping", ValueAxis::Fitted, |history| &history.curves.grad_norm)
 }
 
 fn speed(runs: &[PastRun]) -> String {
-    draw(runs, "Tokens per second", "real tokens, without padding", ValueAxis::FromZero, |history| &history.tokens_per_second)
+    draw(runs, "Tokens per second", "real tokens, without padding", ValueAxis::FromZero, |history| &history.curves.tokens_per_second)
 }
 
 fn step_time(runs: &[PastRun]) -> String {
-    draw(runs, "Step time", "milliseconds, from step to step", ValueAxis::FromZero, |history| &history.step_ms)
+    draw(runs, "Step time", "milliseconds, from step to step", ValueAxis::FromZero, |history| &history.curves.step_ms)
 }
 
 /// The section about load of experts. Empty if no run has experts.
 fn experts(runs: &[PastRun]) -> String {
-    if runs.iter().all(|run| run.history.expert_largest.range().is_none()) {
+    if runs.iter().all(|run| run.history.curves.expert_largest.range().is_none()) {
         return String::new();
     }
     let caption = "rows of the expert that had most over the mean of its layer, in the worst layer; 1 is even";
-    let largest = draw(runs, "Largest load over mean", caption, ValueAxis::Fitted, |history| &history.expert_largest);
+    let largest = draw(runs, "Largest load over mean", caption, ValueAxis::Fitted, |history| &history.curves.expert_largest);
     let caption = "percent of all layers' experts that had no row in a step";
-    section("Load of experts", &pair(largest, draw(runs, "Unused experts", caption, ValueAxis::FromZero, |history| &history.expert_unused)))
+    section(
+        "Load of experts",
+        &pair(largest, draw(runs, "Unused experts", caption, ValueAxis::FromZero, |history| &history.curves.expert_unused)),
+    )
 }
 
 /// Texts that the models wrote after the prompts of their runs; nothing where no run has any.
@@ -233,13 +252,13 @@ fn written(run: &PastRun) -> String {
     run.history.written.iter().flat_map(|(step, samples)| samples.iter().map(move |of| sample(*step, of))).collect()
 }
 
-fn step_shares(run: &PastRun) -> String {
+fn step_time_bar(run: &PastRun) -> String {
     let history = &run.history;
     let part = |(name, ms): (String, f64)| {
         let words = format!("{} a step, {:.1} %", verdict::duration(ms / history.steps.max(1) as f64), 100.0 * ms / history.total_ms);
         (name, ms, words)
     };
-    let parts: Vec<_> = verdict::time_shares(history).into_iter().map(part).collect();
+    let parts: Vec<_> = verdict::step_times(history).into_iter().map(part).collect();
     or_none(stacked_bar("Mean over all steps", &parts), "No step has a duration.")
 }
 
@@ -267,13 +286,13 @@ fn measured_memory(run: &PastRun) -> String {
         ("The first GPU when steps began, all processes", of_device),
         ("Resident set of this process after its last step", Some(run.history.rss_bytes).filter(|bytes| *bytes > 0)),
     ];
-    let row = |(what, bytes): (&str, Option<u64>)| Some(vec![what.into(), Bytes(bytes?).to_string()]);
+    let row = |(name, bytes): (&str, Option<u64>)| Some(vec![name.into(), Bytes(bytes?).to_string()]);
     let rows: Vec<_> = seen.into_iter().filter_map(row).collect();
     if rows.is_empty() { String::new() } else { table(&["Measured", ""], &rows) }
 }
 
 fn two_steps(run: &PastRun) -> String {
-    let drawn = run.drawn_steps.iter().zip(["Typical", "Slowest"]).map(|(step, what)| step.draw(what));
+    let drawn = run.drawn_steps.iter().zip(["Typical", "Slowest"]).map(|(step, name)| step.draw(name));
     let drawn = or_none(drawn.collect(), "No trace.json in the output directory has three whole steps.");
     drawn + if run.has_timeline { WHOLE_TIMELINE } else { "" }
 }
@@ -306,14 +325,14 @@ fn data(run: &PastRun) -> String {
 }
 
 fn data_counts(data: DataRecord) -> String {
-    let share = |part: u64, all: f64| format!("{} ({:.1} %)", number(part as f64), 100.0 * part as f64 / all.max(1.0));
+    let fraction = |part: u64, all: f64| format!("{} ({:.1} %)", number(part as f64), 100.0 * part as f64 / all.max(1.0));
     let (rows, row_tokens) = (data.rows as f64, data.row_tokens as f64);
     let counts = [
         ("Documents", if data.documents > 0 { number(data.documents as f64) } else { "not known (token files)".into() }),
         ("Tokens", number(data.tokens as f64)),
-        ("Trained tokens", share(data.trained_tokens, data.tokens as f64)),
+        ("Trained tokens", fraction(data.trained_tokens, data.tokens as f64)),
         ("Rows", format!("{} of {} tokens", number(rows), number(row_tokens))),
-        ("Padding", share(data.padding, rows * row_tokens)),
+        ("Padding", fraction(data.padding, rows * row_tokens)),
     ];
     let became = data.packing.map_or(String::new(), |packing| format!("<p class=\"note\">{}</p>\n", escape(packing)));
     let part = |(limit, &count): (&u64, &u64)| (format!("up to {limit}"), count as f64, number(count as f64));
@@ -390,7 +409,7 @@ fn plan(plan: &Value) -> String {
     let layers: Vec<_> = layers.map(|(policy, count)| format!("{count} {policy}")).collect();
     let predicted = plan["predicted_step_ms"].as_f64().map_or(String::new(), |ms| format!("; {} a step predicted", verdict::duration(ms)));
     format!(
-        "states of {} of {} buckets on the device, {} optimizer threads; layers: {}{predicted}",
+        "states of {} of {} buckets on the device, optimizer threads: {}; layers: {}{predicted}",
         plan["resident_buckets"],
         plan["buckets"],
         plan["threads"],

@@ -76,11 +76,15 @@ impl DrawnStep {
         let mut drawn = outline.typical_and_slowest();
         each_event(dir, |event| {
             let lane = outline.lanes.get(&event.tid).copied().filter(|_| event.ph == "X" && event.name != "wait");
-            lane.into_iter().for_each(|lane| drawn.iter_mut().for_each(|(step, within)| step.add(lane, &event, within)));
+            if let Some(lane) = lane {
+                drawn.iter_mut().for_each(|(step, within)| step.add(lane, &event, within));
+            }
         })?;
         let tracks = |lane: usize| outline.lanes.values().filter(|of| **of == lane).count().max(1) as f64;
         let shared = |mut step: Self| {
-            (0..LANES.len()).for_each(|lane| step.lanes[lane].iter_mut().for_each(|busy| *busy = (*busy / tracks(lane)).min(1.0)));
+            for lane in 0..LANES.len() {
+                step.lanes[lane].iter_mut().for_each(|busy| *busy = (*busy / tracks(lane)).min(1.0));
+            }
             step
         };
         Ok(drawn.into_iter().map(|(step, _)| shared(step)).collect())
@@ -96,8 +100,8 @@ impl DrawnStep {
         }
     }
 
-    /// Draws the step under the title `what`, one lane below another.
-    pub(super) fn draw(&self, what: &str) -> String {
+    /// Draws the step under the title `title`, one lane below another.
+    pub(super) fn draw(&self, title: &str) -> String {
         let mut lanes = String::new();
         for (idx, ((name, _), busy)) in LANES.iter().zip(&self.lanes).enumerate() {
             let mean = 100.0 * busy.iter().sum::<f64>() / PARTS as f64;
@@ -109,7 +113,7 @@ impl DrawnStep {
                  <path class=\"p{idx}\" d=\"M0,{HEIGHT}{heights}V{HEIGHT}z\"/></svg>"
             );
         }
-        let title = escape(format!("{what}: step {}, {:.1} ms", self.step, self.ms));
+        let title = escape(format!("{title}: step {}, {:.1} ms", self.step, self.ms));
         format!("<figure><figcaption>{title}</figcaption>{lanes}</figure>\n")
     }
 }
@@ -120,7 +124,9 @@ impl Outline {
             Some(track) if event.ph == "M" => {
                 let track = track.strip_prefix("rank 0 ").unwrap_or(&track);
                 let lane = LANES.iter().position(|(_, tracks)| tracks.iter().any(|begin| track.starts_with(begin)));
-                lane.into_iter().for_each(|lane| _ = self.lanes.insert(event.tid, lane));
+                if let Some(lane) = lane {
+                    _ = self.lanes.insert(event.tid, lane);
+                }
                 self.drivers.extend((track == DRIVER).then_some(event.tid));
             }
             _ if event.ph == "X" && event.name == STEP_SPAN && self.drivers.contains(&event.tid) => {
@@ -194,9 +200,9 @@ mod tests {
         let adam = [track("adam-00", &[("step", 7, 9300, 150)]), track("adam-01", &[])];
         let steps = drawn(&[vec![driver, compute], adam.into()].concat());
         assert_eq!(steps.iter().map(|step| (step.step, step.ms)).collect::<Vec<_>>(), [(2, 0.6), (3, 0.9)]);
-        let busy = |step: usize, lane: usize| steps[step].lanes[lane].iter().map(|share| (share * 100.0).round()).collect::<Vec<_>>();
+        let busy = |step: usize, lane: usize| steps[step].lanes[lane].iter().map(|fraction| (fraction * 100.0).round()).collect::<Vec<_>>();
         assert_eq!(busy(1, 0), [vec![100.0; 150], vec![0.0; 150]].concat());
-        assert!(busy(0, 0).iter().all(|share| *share == 0.0), "waiting is not computing");
+        assert!(busy(0, 0).iter().all(|fraction| *fraction == 0.0), "waiting is not computing");
         assert_eq!(busy(0, 2), [vec![0.0; 150], vec![50.0; 75], vec![0.0; 75]].concat(), "one of two workers");
         let svg = steps[1].draw("Slowest");
         assert!(svg.contains("Slowest: step 3, 0.9 ms") && svg.contains("Compute <b>50 % busy</b>"), "{svg}");

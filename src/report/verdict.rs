@@ -30,6 +30,7 @@ pub(super) fn progress(run: &PastRun) -> String {
     match run.setup.as_ref().map(|setup| setup.max_steps) {
         Some(all) if last >= all => format!("Finished: all {} steps are done", number(all as f64)),
         Some(all) => format!("{} of {} steps are done", number(last as f64), number(all as f64)),
+        None if last == 1 => "1 step is done; no checkpoint has the total".into(),
         None => format!("{} steps are done; no checkpoint has their total", number(last as f64)),
     }
 }
@@ -37,23 +38,23 @@ pub(super) fn progress(run: &PastRun) -> String {
 fn tokens(history: &History) -> String {
     let speed = history.mean_tokens_per_second();
     let work = history
-        .mean_tflops_and_share()
-        .map_or(String::new(), |(tflops, share)| format!(" and {} TFLOP/s{}", number(tflops), of_a_large_product(Some(share))));
+        .mean_tflops_and_fraction()
+        .map_or(String::new(), |(tflops, fraction)| format!(" and {} TFLOP/s{}", number(tflops), of_a_large_product(Some(fraction))));
     if speed.is_finite() { format!(" over {} tokens, at {} tokens/s{work}", number(history.tokens), number(speed)) } else { String::new() }
 }
 
 /// Breakdown of the steps' time in milliseconds: compute first, then waiting.
-pub(super) fn time_shares(history: &History) -> Vec<(String, f64)> {
-    let waits = WAITS.iter().zip(history.exposed_ms).map(|(what, ms)| (format!("waiting for {what}"), ms));
+pub(super) fn step_times(history: &History) -> Vec<(String, f64)> {
+    let waits = WAITS.iter().zip(history.exposed_ms).map(|(resource, ms)| (format!("waiting for {resource}"), ms));
     std::iter::once(("compute and all else".to_string(), history.compute_ms())).chain(waits).collect()
 }
 
 /// The bottleneck, if the times are known.
 pub(super) fn bound(history: &History) -> Option<String> {
-    let shares = time_shares(history);
+    let times = step_times(history);
     let percent = |ms: f64| format!("{:.0}\u{a0}%", 100.0 * ms / history.total_ms);
-    let (longest, second) = shares[1..].iter().fold((None, 0.0), |best, (name, ms)| if *ms > best.1 { (Some(name), *ms) } else { best });
-    let compute = shares[0].1;
+    let (longest, second) = times[1..].iter().fold((None, 0.0), |best, (name, ms)| if *ms > best.1 { (Some(name), *ms) } else { best });
+    let compute = times[0].1;
     if !history.total_ms.is_finite() || history.total_ms <= 0.0 {
         return None;
     }
@@ -151,6 +152,6 @@ mod tests {
         assert_eq!(bound(&history([0.0; 3])).unwrap(), "compute was the limit, 100\u{a0}% of the time");
         assert_eq!(sentence(&run(History::default())), "No step has been written yet.");
         let without = sentence(&run(History { steps: 1, last_step: 1, first_loss: f64::NAN, last_loss: f64::NAN, ..History::default() }));
-        assert_eq!(without, "1 steps are done; no checkpoint has their total; the loss of its last step is not a number.");
+        assert_eq!(without, "1 step is done; no checkpoint has the total; the loss of its last step is not a number.");
     }
 }

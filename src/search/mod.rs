@@ -215,12 +215,12 @@ impl SearchQuery<'_> {
     fn most_without_grad_ring(&self, settings: &Settings) -> Option<Settings> {
         let with = |count| Settings { resident_buckets: ResidentBuckets::Count(count), ..settings.clone() };
         let plan = |settings: &Settings| Plan::new(settings, self.shape, self.machine, false).ok();
-        let has_room = |count| plan(&with(count)).is_some_and(|plan| plan.placement.rings.grads.is_none() && plan.shortage().is_none());
+        let has_capacity = |count| plan(&with(count)).is_some_and(|plan| plan.placement.rings.grads.is_none() && plan.shortage().is_none());
         let ringed = plan(settings).filter(|plan| plan.placement.rings.grads.is_some())?;
         let (mut fits, mut most) = (0, ringed.placement.layout.count() - ringed.placement.layout.offloaded());
         while most - fits > 1 {
             let middle = fits.midpoint(most);
-            *(if has_room(middle) { &mut fits } else { &mut most }) = middle;
+            *(if has_capacity(middle) { &mut fits } else { &mut most }) = middle;
         }
         (fits > 0).then(|| with(fits))
     }
@@ -250,12 +250,12 @@ impl SearchQuery<'_> {
 /// Flags that turn `requested` into `settings`.
 fn flags(requested: &Settings, settings: &Settings) -> Vec<String> {
     let mut changed = settings.unlike(requested);
-    changed.sort_by_key(|(name, _)| TOLD_FIRST.iter().position(|first| first == name).unwrap_or(TOLD_FIRST.len()));
+    changed.sort_by_key(|(name, _)| PRINTED_FIRST.iter().position(|first| first == name).unwrap_or(PRINTED_FIRST.len()));
     changed.into_iter().map(|(name, value)| describe::flag(name, &value)).collect()
 }
 
 /// Order of the flags in an answer, the most important first. The rest follows in the order of the settings table.
-const TOLD_FIRST: [&str; 7] =
+const PRINTED_FIRST: [&str; 7] =
     ["per_device_train_batch_size", "gradient_accumulation_steps", "activations", "weights", "resident_buckets", "bucket_mib", "cast"];
 
 /// Settings that differ from a candidate's in one aspect; empty if the user fixed it.

@@ -44,7 +44,7 @@ mod tests {
 
     #[test]
     fn a_long_search_logs_its_progress_and_a_short_one_is_silent() {
-        let told_in = |takes: Duration, interval: Duration| {
+        let lines_within = |takes: Duration, interval: Duration| {
             let mut lines = Vec::new();
             let found = with_progress_every(interval, &mut |line| lines.push(line.to_string()), || {
                 count();
@@ -54,9 +54,9 @@ mod tests {
             assert_eq!(found, 7);
             lines
         };
-        let lines = told_in(Duration::from_millis(200), Duration::from_millis(20));
+        let lines = lines_within(Duration::from_millis(200), Duration::from_millis(20));
         assert!(!lines.is_empty() && lines.iter().all(|line| line.starts_with("searching for the fastest plan: ")), "{lines:?}");
         assert!(!lines[0].contains(": 0 simulated"), "{lines:?}");
-        assert!(told_in(Duration::ZERO, INTERVAL).is_empty());
+        assert!(lines_within(Duration::ZERO, INTERVAL).is_empty());
     }
 }

@@ -12,7 +12,7 @@ use crate::memory::{DeviceMemory, MemorySpace};
 use crate::planner::budget::Balance;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
-use crate::units::{Bytes, Count};
+use crate::units::{Bytes, Count, counted};
 use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
@@ -135,11 +135,12 @@ pub(crate) struct WhatIf {
 }
 
 impl WhatIf {
-    /// The faster of two plans on that machine: `there`, which a search finds for it, and `in_hand`, the present plan at its present speed.
-    fn new(change: &str, there: &Candidate, in_hand: &Candidate) -> Self {
+    /// The faster of two plans on that machine: `changed`, which a search finds for it, and `in_hand`, the present plan at its present
+    /// speed.
+    fn new(change: &str, changed: &Candidate, in_hand: &Candidate) -> Self {
         let median = |candidate: &Candidate| candidate.outcome.step_ms.median;
-        let changes_plan = differ(&there.plan, &in_hand.plan) && median(there) <= median(in_hand);
-        Self { change: format!("{change} by half"), step_ms: median(there).min(median(in_hand)), changes_plan }
+        let changes_plan = differ(&changed.plan, &in_hand.plan) && median(changed) <= median(in_hand);
+        Self { change: format!("{change} by half"), step_ms: median(changed).min(median(in_hand)), changes_plan }
     }
 }
 
@@ -282,8 +283,8 @@ impl fmt::Display for SearchReport {
         writeln!(f, "\nlargest that fits, with the other settings unchanged")?;
         let Limits { batch, seq_length, seq_length_is_the_models, layers, params } = self.limits;
         let why = if seq_length_is_the_models { " (the model has no more positions)" } else { "" };
-        writeln!(f, "  batch      {batch} sequences\n  sequence   {seq_length} tokens, batch 1{why}")?;
-        writeln!(f, "  model      {layers} layers of this width, {:.2} B parameters", params as f64 / 1e9)?;
+        writeln!(f, "  batch      {}\n  sequence   {}, batch 1{why}", counted(batch, "sequence"), counted(seq_length, "token"))?;
+        writeln!(f, "  model      {} of this width, {:.2} B parameters", counted(layers, "layer"), params as f64 / 1e9)?;
         if !self.largest_by_gpus.is_empty() {
             let sizes: Vec<_> = self.largest_by_gpus.iter().map(|on| format!("{}: {:.2} B", on.gpus, on.params as f64 / 1e9)).collect();
             writeln!(f, "  by GPUs    {}", sizes.join(", "))?;
@@ -327,8 +328,8 @@ mod tests {
             SearchQuery::new(&settings, &shape, &machine).candidate(&settings).unwrap().unwrap()
         };
         let (fast, slow) = (candidate(1), candidate(8));
-        let what_if = |there, in_hand| {
-            let WhatIf { change, step_ms, changes_plan } = WhatIf::new("the link were faster", there, in_hand);
+        let what_if = |changed, in_hand| {
+            let WhatIf { change, step_ms, changes_plan } = WhatIf::new("the link were faster", changed, in_hand);
             assert_eq!(change, "the link were faster by half");
             (step_ms, changes_plan)
         };

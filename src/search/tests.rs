@@ -299,10 +299,10 @@ fn the_time_of_several_gpus_follows_from_arithmetic() {
 
 #[test]
 fn pulls_between_gpus_take_their_time() {
-    let with_peers_at = |share: f64| {
+    let with_peers_at = |fraction: f64| {
         step_of_several(("qwen3-4b", 2), ActivationsChoice::Keep, ResidentBuckets::Count(20), |machine| {
             let rates = Arc::make_mut(&mut machine.rates);
-            rates.peer_bytes_per_s *= share;
+            rates.peer_bytes_per_s *= fraction;
         })
     };
     let [fast, slow] = [1.0, 0.01].map(with_peers_at);
@@ -471,12 +471,12 @@ fn longer(line: &Value, shape: &ModelShape, plan: &Plan) -> f64 {
     let (outcome, ..) = simulate(plan, shape, "predicted", steps, 0).unwrap();
     let measured = &line["step_ms"];
     // A pool that cannot keep up falls further behind with every step, so of a few steps only the last one resembles a long run.
-    let (there, here) = if steps.timed <= 3 {
+    let (simulated, measured) = if steps.timed <= 3 {
         (outcome.step_ms.samples.last().copied().unwrap(), measured["samples"].as_array().and_then(|all| all.last()).unwrap())
     } else {
         (outcome.step_ms.median, &measured["median"])
     };
-    there / here.as_f64().unwrap() - 1.0
+    simulated / measured.as_f64().unwrap() - 1.0
 }
 
 /// Speed of the host's memory under the optimizer when the line was measured, relative to `rates`.
@@ -503,11 +503,10 @@ fn assert_predicted(line: &Value, shape: &ModelShape, plan: &Plan) {
     // The speed of one host varies by a fifth between hours; only a probe would measure it.
     let is_host_of_profile = (gain - 1.0).abs() < 0.1;
     assert!(off.abs() < 0.15 || !is_host_of_profile, "{:+.1} % off: {line}", off * 1e2);
-    let there = Machine { rates: Arc::new(rates.with_faster_host(gain)), ..plan.site.machine.clone() };
     let mut faster = plan.clone();
-    faster.site.machine = there;
-    let off_there = longer(line, shape, &faster);
-    assert!(off_there.abs() < 0.08, "{:+.1} % off with that host's pool, {gain:.2} of the profile's: {line}", off_there * 1e2);
+    faster.site.machine = Machine { rates: Arc::new(rates.with_faster_host(gain)), ..plan.site.machine.clone() };
+    let off_faster = longer(line, shape, &faster);
+    assert!(off_faster.abs() < 0.08, "{:+.1} % off with that host's pool, {gain:.2} of the profile's: {line}", off_faster * 1e2);
 }
 
 #[test]

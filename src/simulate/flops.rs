@@ -25,9 +25,9 @@ impl StepFlops {
         Self { model, hardware: model + forward * of(LayerPolicy::recomputes_block) - attention * of(LayerPolicy::sends_attention) }
     }
 
-    /// One of `shares` equal shares.
-    pub(crate) fn shared(self, shares: usize) -> Self {
-        Self { model: self.model / shares as f64, hardware: self.hardware / shares as f64 }
+    /// One of `gpus` equal shares.
+    pub(crate) fn shared(self, gpus: usize) -> Self {
+        Self { model: self.model / gpus as f64, hardware: self.hardware / gpus as f64 }
     }
 }
 

@@ -4,6 +4,7 @@
 
 use super::flops::StepFlops;
 use crate::engine::protocol::coordinator::Counts;
+use crate::units::counted;
 use serde::Serialize;
 use std::fmt;
 
@@ -161,8 +162,8 @@ pub(crate) struct FirstAndLast {
 }
 
 /// ` (76 % of a large product)`: speed of a step as a percentage of a large matrix product's; empty if unknown.
-pub(crate) fn of_a_large_product(share: Option<f64>) -> String {
-    share.map_or(String::new(), |share| format!(" ({:.0} % of a large product)", share * 1e2))
+pub(crate) fn of_a_large_product(fraction: Option<f64>) -> String {
+    fraction.map_or(String::new(), |fraction| format!(" ({:.0} % of a large product)", fraction * 1e2))
 }
 
 impl fmt::Display for Outcome {
@@ -171,11 +172,11 @@ impl fmt::Display for Outcome {
         let or_none = |rate: Option<f64>| rate.map_or("none".into(), |rate| format!("{rate:.2}"));
         writeln!(
             f,
-            "  step         {:.1} ms, {:.1} to {:.1} over {} steps",
+            "  step         {:.1} ms, {:.1} to {:.1} over {}",
             self.step_ms.median,
             self.step_ms.min,
             self.step_ms.max,
-            self.step_ms.samples.len()
+            counted(self.step_ms.samples.len(), "step")
         )?;
         writeln!(f, "  tokens       {:.0} a second", self.tokens_per_second)?;
         writeln!(f, "  model        {:.3} TFLOP/s{}", speed.model_tflops, of_a_large_product(speed.model_share))?;

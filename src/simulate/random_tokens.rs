@@ -88,7 +88,9 @@ impl RandomTokens {
         while start < starts.len() {
             let length = self.length(starts.len() - start);
             starts[start..][..length].fill(start as i32);
-            (0..).zip(&mut positions[start..][..length]).for_each(|(place, position)| *position = place);
+            for (place, position) in (0..).zip(&mut positions[start..][..length]) {
+                *position = place;
+            }
             *self.documents.entry(length).or_default() += 1;
             start += length;
         }

@@ -88,7 +88,9 @@ impl Timed {
         let mut timed = Self { step_ms, documents, window_ns, exposed, exposed_to_peers_ns, counters, bucket_steps, verdicts, loss };
         for report in reports {
             timed.exposed += report.exposed;
-            timed.exposed_to_peers_ns.iter_mut().zip(report.exposed_to_peers_ns).for_each(|(total, ns)| *total += ns);
+            for (total, ns) in timed.exposed_to_peers_ns.iter_mut().zip(report.exposed_to_peers_ns) {
+                *total += ns;
+            }
             timed.counters += report.counters;
             timed.bucket_steps += report.counts;
             match report.verdict {
@@ -107,9 +109,15 @@ impl Timed {
         let longer = |more: &mut u64, few: u64| *more = drawn_out(*more as f64, few as f64).max(0.0).round() as u64;
         let samples = self.step_ms.samples.iter().zip(&few.step_ms.samples).map(|(&more, &few)| drawn_out(more, few));
         let mut long = Self { step_ms: Spread::new(samples.collect()), ..self };
-        long.exposed.each().zip(few.exposed.each()).for_each(|(more, few)| longer(more, *few));
-        long.exposed_to_peers_ns.iter_mut().zip(few.exposed_to_peers_ns).for_each(|(more, few)| longer(more, few));
-        long.counters.each().zip(few.counters.each()).for_each(|(more, few)| longer(more, *few));
+        for (more, few) in long.exposed.each().zip(few.exposed.each()) {
+            longer(more, *few);
+        }
+        for (more, few) in long.exposed_to_peers_ns.iter_mut().zip(few.exposed_to_peers_ns) {
+            longer(more, few);
+        }
+        for (more, few) in long.counters.each().zip(few.counters.each()) {
+            longer(more, *few);
+        }
         for (length, more) in &mut long.documents {
             *more = drawn_out(*more as f64, few.documents.get(length).copied().unwrap_or(0) as f64).round() as usize;
         }

@@ -2,6 +2,7 @@
 
 use crate::data::dataset::Dataset;
 use crate::planner::plan::Plan;
+use crate::units::counted;
 use std::fmt;
 use std::time::Duration;
 
@@ -105,7 +106,7 @@ struct CountedRows(usize);
 
 impl fmt::Display for CountedRows {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} row{}", self.0, if self.0 == 1 { "" } else { "s" })
+        f.write_str(&counted(self.0, "row"))
     }
 }
 

@@ -95,7 +95,9 @@ impl FactsLine {
 fn shortened(settings: &Settings) -> Value {
     let mut settings = serde_json::to_value(settings).unwrap_or_default();
     let values = settings.as_object_mut().into_iter().flat_map(|settings| settings.values_mut());
-    values.filter_map(Value::as_array_mut).for_each(|list| list.truncate(ENTRIES_MAX));
+    for list in values.filter_map(Value::as_array_mut) {
+        list.truncate(ENTRIES_MAX);
+    }
     settings
 }
 

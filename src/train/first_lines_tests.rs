@@ -66,8 +66,8 @@ fn a_run_on_text_and_its_resume_print_six_lines_before_the_first_step() {
     let Lines { before, details, .. } = six_lines(dir.path(), settings.clone());
     assert!(before[0].starts_with("model   built in: LlamaForCausalLM, 3.6 M parameters in bfloat16; 6 layers of 256, "), "{before:?}");
     assert!(before[1].contains(" tokens, ") && before[1].contains(" passes in steps 1 to 2; from "), "{before:?}");
-    assert!(before[2].contains("plan    8 tokens a step, ") && before[5].starts_with("device  cpu (1 threads, "), "{before:?}");
-    for detail in ["plan", "  optimizer   AdamW on 1 threads", "pages   ", "resctrl ", "--packing auto is wrapped: "] {
+    assert!(before[2].contains("plan    8 tokens a step, ") && before[5].starts_with("device  cpu (1 thread, "), "{before:?}");
+    for detail in ["plan", "  optimizer   AdamW on 1 thread,", "pages   ", "resctrl ", "--packing auto is wrapped: "] {
         assert!(details.iter().any(|line| line.starts_with(detail)), "{detail:?} is not in {details:#?}");
     }
     let resumed = Settings { train_length: TrainLength::Steps(3), resume_from_checkpoint: Some(Resume::Auto), ..settings };

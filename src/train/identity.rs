@@ -170,8 +170,8 @@ fn data_differences(then: &Value, now: &Value) -> Vec<String> {
 fn rules_differences(then: &Value, now: &Value) -> Vec<String> {
     let Some(version) = now[RULES].as_u64() else { return vec![] };
     let before = then[RULES].as_u64().unwrap_or(1);
-    let what = "the rules by which records become tokens and masks";
-    (before != version).then(|| format!("{what} had version {before} and have version {version} now")).into_iter().collect()
+    let rules = "the rules by which records become tokens and masks";
+    (before != version).then(|| format!("{rules} had version {before} and have version {version} now")).into_iter().collect()
 }
 
 /// `corpus.txt (2000 bytes, sha256 "3f2a...")`.
@@ -243,8 +243,8 @@ mod tests {
             changes(&then, &run(name)).pop().map(|(part, change)| (part.name(), change))
         };
         let words = |before: u32| {
-            let what = "the rules by which records become tokens and masks";
-            Some(("data", format!("{what} had version {before} and have version {RULES_VERSION} now")))
+            let rules = "the rules by which records become tokens and masks";
+            Some(("data", format!("{rules} had version {before} and have version {RULES_VERSION} now")))
         };
         assert_eq!((with("a.jsonl", Value::Null), with("a.jsonl", json!(7))), (words(1), words(7)));
         assert_eq!((with("a.jsonl", json!(RULES_VERSION)), with("a.txt", Value::Null)), (None, None));

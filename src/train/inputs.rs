@@ -1,7 +1,7 @@
 //! No input lies at a name that the run writes, or in a folder that it cleans; nor do its own log and timeline count as data.
 
-use super::metrics_file::METRICS;
 use super::owned_names::named;
+use super::sinks::metrics_file::METRICS;
 use crate::checkpoint::CHECKPOINT;
 use crate::config::settings::Settings;
 use crate::data::read::files;

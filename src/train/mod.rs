@@ -6,7 +6,6 @@
 pub(crate) mod ahead;
 mod demo;
 mod evaluation;
-mod event_file;
 mod extent;
 mod facts_line;
 mod feed;
@@ -14,7 +13,6 @@ mod feed;
 mod first_lines_tests;
 mod identity;
 mod inputs;
-pub(crate) mod metrics_file;
 mod model_files;
 mod observer;
 mod overview;
@@ -35,6 +33,7 @@ pub(crate) mod sample;
 mod sampling;
 pub(crate) mod session;
 pub(crate) mod setup;
+pub(crate) mod sinks;
 mod skips;
 mod summary;
 pub(crate) mod text;
@@ -87,7 +86,7 @@ fn lead(settings: &Settings, process_group: Option<&ProcessGroup>, stop: &StopFl
         demo.log(None, stop, observer);
     }
     let summary = train_alone(settings, process_group, stop, observer)?;
-    if let Some((demo, checkpoint)) = demo.zip(summary.checkpoint.as_deref().filter(|_| summary.steps_here > 0)) {
+    if let Some((demo, checkpoint)) = demo.zip(summary.checkpoint.as_deref().filter(|_| summary.steps_done > 0)) {
         demo.log(Some(checkpoint), stop, observer);
     }
     Ok(summary)
@@ -203,7 +202,7 @@ pub(crate) mod tests {
         let (_, _, accesses) = four_steps(None);
         let is_tmp = |path: &PathBuf| path.to_string_lossy().contains("/.checkpoint-4.tmp-");
         let first = accesses.iter().position(|(_, path)| is_tmp(path)).unwrap();
-        let rename = accesses.iter().position(|(what, path)| *what == "rename" && is_tmp(path)).unwrap();
+        let rename = accesses.iter().position(|(operation, path)| *operation == "rename" && is_tmp(path)).unwrap();
         assert!(rename - first > 8, "{accesses:?}");
         for (at, access) in accesses.iter().enumerate().take(rename + 1).skip(first) {
             let (messages, ..) = four_steps_with(|dir| faults::arm_meanwhile(at, move || std::fs::remove_dir_all(dir).unwrap()));
@@ -215,7 +214,7 @@ pub(crate) mod tests {
     fn events_that_fail_in_mid_run_are_one_warning_and_training_goes_on() {
         let writes = |accesses: &[(&'static str, PathBuf)]| -> Vec<usize> {
             let is_event = |path: &PathBuf| path.to_string_lossy().contains("tfevents");
-            accesses.iter().enumerate().filter(|(_, (what, path))| *what == "write" && is_event(path)).map(|(at, _)| at).collect()
+            accesses.iter().enumerate().filter(|(_, (operation, path))| *operation == "write" && is_event(path)).map(|(at, _)| at).collect()
         };
         let (quiet, _, accesses) = four_steps(None);
         // The version, and four steps.

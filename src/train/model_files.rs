@@ -50,11 +50,11 @@ fn set_end_tokens(files: &mut [ModelFile], token: &str) -> Result<()> {
         change(files, name, |config| {
             let Some(text) = config.get("eos_token").filter(|text| !text.is_null()) else { return false };
             is_named = true;
-            let is_said = text.as_str().or(text["content"].as_str()) == Some(token);
-            if !is_said {
+            let is_listed = text.as_str().or(text["content"].as_str()) == Some(token);
+            if !is_listed {
                 config.insert("eos_token".into(), token.into());
             }
-            !is_said
+            !is_listed
         })?;
     }
     if is_named {
@@ -72,21 +72,21 @@ fn set_end_ids(files: &mut [ModelFile], id: u32) -> Result<()> {
     let has_generation = files.iter().any(|(name, _)| name == GENERATION_CONFIG);
     change(files, GENERATION_CONFIG, |config| {
         let before = ids(config);
-        let is_said = before.contains(&json!(id));
-        if !is_said {
+        let is_listed = before.contains(&json!(id));
+        if !is_listed {
             let all: Vec<Value> = [json!(id)].into_iter().chain(before).collect();
             config.insert("eos_token_id".into(), if all.len() == 1 { json!(id) } else { all.into() });
         }
-        !is_said
+        !is_listed
     })?;
     change(files, CONFIG, |config| {
         let before = ids(config);
         // Where it says nothing, the file that counts for generation says it.
-        let is_said = before.contains(&json!(id)) || before.is_empty() && has_generation;
-        if !is_said {
+        let is_listed = before.contains(&json!(id)) || before.is_empty() && has_generation;
+        if !is_listed {
             config.insert("eos_token_id".into(), json!(id));
         }
-        !is_said
+        !is_listed
     })
 }
 
@@ -100,7 +100,7 @@ fn ids(config: &Map<String, Value>) -> Vec<Value> {
 
 /// Changes the JSON file `name`, if there is one and `make` reports a change.
 fn change(files: &mut [ModelFile], name: &str, make: impl FnOnce(&mut Map<String, Value>) -> bool) -> Result<()> {
-    let Some((_, bytes)) = files.iter_mut().find(|(there, _)| there == name) else { return Ok(()) };
+    let Some((_, bytes)) = files.iter_mut().find(|(listed, _)| listed == name) else { return Ok(()) };
     let mut config: Map<String, Value> = serde_json::from_slice(bytes).map_err(|e| Error::format(name, e))?;
     if make(&mut config) {
         *bytes = format!("{:#}\n", Value::Object(config)).into_bytes();
@@ -117,7 +117,7 @@ mod tests {
     }
 
     fn json_of(files: &[ModelFile], name: &str) -> Value {
-        serde_json::from_slice(&files.iter().find(|(there, _)| there == name).unwrap().1).unwrap()
+        serde_json::from_slice(&files.iter().find(|(listed, _)| listed == name).unwrap().1).unwrap()
     }
 
     #[test]

@@ -17,8 +17,8 @@ pub trait Observer {
     fn detail(&mut self, _line: &str) {}
     /// A line for people: something is not as it should be, and training goes on.
     fn warn(&mut self, line: &str);
-    /// Of `all` bytes of data `done` are read; `what` is done with them, in words. Comes often, before [`Observer::begin`].
-    fn progress(&mut self, _what: &str, _done: u64, _all: u64) {}
+    /// Of `all` bytes of data `done` are read; `activity` is done with them, in words. Comes often, before [`Observer::begin`].
+    fn progress(&mut self, _activity: &str, _done: u64, _all: u64) {}
     /// The handler, called on another thread, of stalled threads. By default there is none, and threads are not watched.
     fn on_alarm(&mut self) -> Option<Box<dyn Fn(Alarm) + Send>> {
         None

@@ -1,12 +1,11 @@
 //! Every name that a run writes, replaces or removes in its output directory, in one table. Foreign content at one of them is found before
 //! the run writes a byte: a new run is refused, and one that goes on in a directory of its own gives it another name.
 
-use super::event_file::EVENTS;
-use super::metrics_file::METRICS;
 use super::observer::Observer;
 use super::run_lock::LOCK;
+use super::sinks::metrics_file::METRICS;
+use super::sinks::{SINKS, SinkKind};
 use crate::checkpoint::{BEING_REMOVED, BEING_REPLACED, BEING_WRITTEN, CHECKPOINT};
-use crate::config::options::ReportTo;
 use crate::config::settings::Settings;
 use crate::data::checksum::CHECKSUMS;
 use crate::data::prepared::cache::{BESIDE_THE_RUN, SMALL};
@@ -17,9 +16,8 @@ use crate::error::{Error, Result};
 use crate::trace::file::TRACE;
 use std::ffi::{OsStr, OsString};
 
-/// The names in the output directory.
-pub(crate) const NAMES: [&OwnedName; 9] =
-    [&LOCK, &RECORDS, &METRICS, &TRACE, &EVENTS, &CHECKPOINT, &BEING_WRITTEN, &BEING_REPLACED, &BEING_REMOVED];
+/// The names in the output directory, besides those of sinks.
+const NAMES: [&OwnedName; 7] = [&LOCK, &RECORDS, &TRACE, &CHECKPOINT, &BEING_WRITTEN, &BEING_REPLACED, &BEING_REMOVED];
 /// The names in its folder [`RECORDS`].
 pub(crate) const RECORD_NAMES: [&OwnedName; 6] =
     [&RECORDS_MANIFEST, &CHECKSUMS.file, &CHECKED.file, &SOURCES.file, &SMALL, &BESIDE_THE_RUN];
@@ -69,8 +67,8 @@ fn set_aside(foreign: Vec<ForeignEntry>, observer: &mut dyn Observer) -> Result<
 /// Errors of [`claim`].
 pub(super) fn check(dir: &Dir, settings: &Settings) -> Result<()> {
     let foreign = foreign(dir, settings)?;
-    let goes_on = settings.resume_from_checkpoint.is_some() && is_of_a_run(dir)?;
-    if foreign.is_empty() || goes_on { Ok(()) } else { Err(refusal(&foreign, dir, settings)) }
+    let resumes = settings.resume_from_checkpoint.is_some() && is_of_a_run(dir)?;
+    if foreign.is_empty() || resumes { Ok(()) } else { Err(refusal(&foreign, dir, settings)) }
 }
 
 /// Removes the temporary files that killed runs left.
@@ -87,17 +85,22 @@ pub(super) fn remove_remains(dir: &Dir) -> Result<()> {
 pub fn patterns() -> Vec<String> {
     let beside = |owned: &OwnedName| format!(".{}.tmp-#", owned.pattern.trim_start_matches('.'));
     let records = RECORD_NAMES.into_iter().flat_map(|owned| [owned.pattern.to_string(), beside(owned)]);
-    let names = NAMES.into_iter().map(|owned| owned.pattern.to_string()).chain(WRITTEN_BESIDE.into_iter().map(beside));
+    let names = names().map(|owned| owned.pattern.to_string()).chain(WRITTEN_BESIDE.into_iter().map(beside));
     names.chain(records.map(|name| format!("{}/{name}", RECORDS.pattern))).collect()
+}
+
+/// All names in the output directory.
+fn names() -> impl Iterator<Item = &'static OwnedName> {
+    NAMES.into_iter().chain(SINKS.into_iter().map(|kind| kind.name))
 }
 
 /// The name in the table that `name` is, in the output directory.
 pub(super) fn named(name: &OsStr) -> Option<&'static OwnedName> {
-    NAMES.into_iter().find(|owned| owned.matches(name))
+    names().find(|owned| owned.matches(name))
 }
 
 fn foreign(dir: &Dir, settings: &Settings) -> Result<Vec<ForeignEntry>> {
-    let mut found = foreign_of(dir, &NAMES, |owned| is_needed(owned, settings))?;
+    let mut found = foreign_of(dir, &Vec::from_iter(names()), |owned| is_needed(owned, settings))?;
     if let Some(records) = Records::find(dir) {
         found.extend(foreign_of(records.dir(), &RECORD_NAMES, |_| true)?);
     }
@@ -122,9 +125,11 @@ fn foreign_of(dir: &Dir, names: &[&'static OwnedName], is_needed: impl Fn(&Owned
 fn is_needed(owned: &OwnedName, settings: &Settings) -> bool {
     match owned.pattern {
         pattern if pattern == TRACE.pattern => settings.trace.is_none(),
-        pattern if pattern == EVENTS.pattern => settings.report_to.contains(&ReportTo::Tensorboard),
         pattern if pattern == CHECKPOINT.pattern => settings.resume_from_checkpoint.is_none(),
-        pattern => [LOCK.pattern, RECORDS.pattern, METRICS.pattern].contains(&pattern),
+        pattern => match SinkKind::named(owned) {
+            Some(kind) => kind.is_wanted(&settings.report_to),
+            None => [LOCK.pattern, RECORDS.pattern].contains(&pattern),
+        },
     }
 }
 
@@ -144,7 +149,7 @@ fn refusal(foreign: &[ForeignEntry], output_dir: &Dir, settings: &Settings) -> E
         more => format!(" (and {more} more there)"),
     };
     let other = match owned.pattern {
-        pattern if pattern == EVENTS.pattern => ", or use --report-to none",
+        _ if SinkKind::named(owned).is_some_and(|kind| !kind.is_required()) => ", or use --report-to none",
         pattern if pattern == TRACE.pattern => ", or another file for the timeline with --trace",
         _ => "",
     };

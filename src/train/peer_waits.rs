@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 /// A rank is slow when every other one waited for its peers longer than it did, by this share of the time.
-const SLOW_SHARE: f64 = 0.05;
+const SLOW_FRACTION: f64 = 0.05;
 
 /// How long ranks waited for each other.
 #[derive(Clone, Debug, PartialEq)]
@@ -25,7 +25,7 @@ impl PeerWaits {
         ranks.sort_by(|(_, a), (_, b)| a.total_cmp(b));
         let [(least, ms), (_, next_ms), ..] = ranks[..] else { panic!("{} ranks", ranks.len()) };
         let more_ms = next_ms - ms;
-        let is_slow = more_ms > SLOW_SHARE * time.as_secs_f64() * 1e3;
+        let is_slow = more_ms > SLOW_FRACTION * time.as_secs_f64() * 1e3;
         Self { most: ranks[ranks.len() - 1], slow: is_slow.then_some((least, more_ms)) }
     }
 }

@@ -2,8 +2,7 @@
 //! moved aside, never overwritten, so that "newest checkpoint" always means this run's. Foreign content that would be taken for a
 //! checkpoint gets another name.
 
-use super::event_file::EVENTS;
-use super::metrics_file::METRICS;
+use super::sinks::SINKS;
 use crate::checkpoint::CHECKPOINT;
 use crate::disk::{Dir, FileKind, OwnedName};
 use crate::error::Result;
@@ -13,7 +12,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
 /// Total bytes of earlier runs from which on they are reported.
-const WORTH_TELLING: u64 = 1 << 30;
+const LOGGED_BYTES_MIN: u64 = 1 << 30;
 
 /// Moves checkpoints after `step` into `previous-<n>/`, metrics, timeline and events too when the run is fresh (`step` 0). Content with the
 /// name of a later checkpoint that the program did not make (a directory, a link or a file) becomes `<name>.foreign-<n>`. Returns lines
@@ -39,22 +38,23 @@ pub(super) fn move_aside(output_dir: &Dir, step: u64) -> Result<Vec<String>> {
 }
 
 fn move_own(output_dir: &Dir, names: &[OsString], step: u64) -> Result<Option<String>> {
-    // A run that never began leaves a timeline or events alone, or metrics without a line.
+    // A run that never began leaves only a timeline, optional sinks, or required ones that are empty.
     let has_content = |name: &OsString| {
-        let says_little = TRACE.matches(name) || EVENTS.matches(name);
-        Ok(!says_little && (!METRICS.matches(name) || output_dir.kind(name)? != Some(FileKind::File(0))))
+        let sink = SINKS.into_iter().find(|kind| kind.name.matches(name));
+        let is_secondary = TRACE.matches(name) || sink.is_some_and(|kind| !kind.is_required());
+        Ok(!is_secondary && (sink.is_none() || output_dir.kind(name)? != Some(FileKind::File(0))))
     };
     if !names.iter().map(has_content).collect::<Result<Vec<_>>>()?.contains(&true) {
         return Ok(None);
     }
     let target = next_free(output_dir)?;
     names.iter().try_for_each(|name| output_dir.rename_into(name, &target, name))?;
-    let what = if step == 0 {
+    let reached = if step == 0 {
         "the earlier run that was here".into()
     } else {
         format!("checkpoints after step {step}, from which this run continues")
     };
-    Ok(Some(format!("moved to {}: {what}{}", target.path().display(), size_of_all(output_dir)?)))
+    Ok(Some(format!("moved to {}: {reached}{}", target.path().display(), size_of_all(output_dir)?)))
 }
 
 /// The owned name that `name` matches, if its content comes after `step`.
@@ -63,7 +63,7 @@ fn later(name: &OsStr, step: u64) -> Option<&'static OwnedName> {
         let number = name.to_str()?.strip_prefix("checkpoint-")?.parse::<u64>();
         return number.is_ok_and(|saved| saved > step).then_some(&CHECKPOINT);
     }
-    [&METRICS, &TRACE, &EVENTS].into_iter().find(|owned| step == 0 && owned.matches(name))
+    SINKS.into_iter().map(|kind| kind.name).chain([&TRACE]).find(|owned| step == 0 && owned.matches(name))
 }
 
 /// A new directory `previous-<n>`.
@@ -79,7 +79,7 @@ fn next_free(output_dir: &Dir) -> Result<Dir> {
 fn size_of_all(output_dir: &Dir) -> Result<String> {
     let names = output_dir.names()?.into_iter().filter(|name| name.to_string_lossy().starts_with("previous-"));
     let bytes = names.map(|name| output_dir.tree_bytes(Path::new(&name))).sum::<Result<u64>>()?;
-    Ok(if bytes > WORTH_TELLING { format!(" (all previous-* there: {})", Bytes(bytes)) } else { String::new() })
+    Ok(if bytes > LOGGED_BYTES_MIN { format!(" (all previous-* there: {})", Bytes(bytes)) } else { String::new() })
 }
 
 #[cfg(test)]

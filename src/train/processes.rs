@@ -64,8 +64,12 @@ pub(super) fn follow(settings: &Settings, process_group: &ProcessGroup, stop: &S
     SharedFolderMarker::find(&settings.output_dir, &proposal.meeting_place, &links.names()[0])?;
     let own_name = &links.names()[links.process()];
     let notes = try_writing(&settings, &proposal.meeting_place, parts::part_bytes(&plan, links.process()), links.process());
-    notes.map_err(|error| cannot_write(&settings, own_name, &error))?.iter().for_each(|line| observer.note(line));
-    launch.warnings(&settings).iter().for_each(|line| observer.warn(line));
+    if let Some(line) = &notes.map_err(|error| cannot_write(&settings, own_name, &error))? {
+        observer.note(line);
+    }
+    for line in &launch.warnings(&settings) {
+        observer.warn(line);
+    }
     observer.detail(&plan.to_string());
     observer.note(&format!("process {} follows process 0, which prints the steps", links.process()));
     let this = ThisProcess { launch: &launch, plan: &plan, shape: &shape, links };

@@ -17,7 +17,7 @@ const OF_THE_CHECKPOINT: [&str; 3] = ["gradient_accumulation_steps", "gradient_s
 /// Settings that are paths; a profile may be a name, too.
 const PATHS: [&str; 7] = ["model", "data", "eval_data", "chat_template", "cuda_libraries", "run_token_file", "prompts"];
 /// Flags that decide together: where one of them is given, the record is silent on all.
-const TOGETHER: [&[&str]; 4] = [
+const DECIDED_TOGETHER: [&[&str]; 4] = [
     &["max_steps", "num_train_epochs"],
     &["warmup_steps", "warmup_ratio"],
     &["tokens_per_step", "per_device_train_batch_size"],
@@ -71,7 +71,8 @@ impl RecordedRun {
         let settings = self.loaded.manifest().trainer.settings.as_object().cloned().unwrap_or_default();
         let settings = self.with_copies(self.with_paths_from_here(settings));
         let text = flags.explicit_flags();
-        let is_decided = |flag: &str| TOGETHER.iter().any(|group| group.contains(&flag) && group.iter().any(|other| text.contains(other)));
+        let is_decided =
+            |flag: &str| DECIDED_TOGETHER.iter().any(|group| group.contains(&flag) && group.iter().any(|other| text.contains(other)));
         let is_left_out = |name: &str| OF_A_START.contains(&name) || OF_THE_CHECKPOINT.contains(&name) || Settings::is_file_only(name);
         let keys = KEYS.iter().map(|key| key.name).filter(|name| !is_left_out(name));
         let recorded = keys.filter_map(|name| Some((name, settings.get(name).filter(|value| is_set(value))?)));

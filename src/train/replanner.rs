@@ -153,7 +153,7 @@ impl PlanWatch {
     fn weigh(&mut self, (plan, step): (Plan, u64), before: &ObservedRates, now: &ObservedRates) -> ReplanStep {
         let times = format!("{:.0} -> {:.0} ms a step, measured", before.step_s * 1e3, now.step_s * 1e3);
         if !now.is_clipped_as(before) {
-            let [before, now] = [before, now].map(|observed_rates| observed_rates.clipped_share * 1e2);
+            let [before, now] = [before, now].map(|observed_rates| observed_rates.clipped_fraction * 1e2);
             return ReplanStep::Note(format!(
                 "the gain of the new plan is unknown: {before:.0} % of steps were clipped before, {now:.0} % since; {times}"
             ));
@@ -235,7 +235,7 @@ mod tests {
     fn after_a_move(ms: u64, verdict: Verdict) -> (ReplanStep, u64) {
         let (settings, shape) = (Settings::demo(), ModelShape::demo());
         let plan = |slots| Plan::new(&Settings { slots: Some(slots), ..settings.clone() }, &shape, &Machine::cpu(2), false).unwrap();
-        let observed_rates = ObservedRates { step_s: 1.0, adam_bytes_per_s: None, device_s: ms as f64 / 1e3, clipped_share: 0.0 };
+        let observed_rates = ObservedRates { step_s: 1.0, adam_bytes_per_s: None, device_s: ms as f64 / 1e3, clipped_fraction: 0.0 };
         let mut watch = PlanWatch {
             assumed: Some(observed_rates),
             before: Some((plan(3), observed_rates)),

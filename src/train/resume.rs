@@ -15,6 +15,7 @@ use crate::engine::protocol::loss_scale::LossScale;
 use crate::engine::protocol::verdict::SpeculationHistory;
 use crate::error::{Error, Result};
 use crate::optim::PIECE_ELEMS;
+use crate::optim::clip::{ClipMemory, ClipRule};
 use crate::recipe::Recipe;
 use crate::recipe::part::RunPart;
 use serde::Deserialize;
@@ -88,6 +89,7 @@ pub(super) struct Accepted {
     loaded: Loaded,
     position: DataPosition,
     history: SpeculationHistory,
+    clip_memory: ClipMemory,
     /// The run that later checkpoints record.
     pub(super) run: Run,
 }
@@ -116,6 +118,8 @@ pub(super) fn accept(
     if !history.is_possible() {
         return Err(wrong(&"speculation: more verdicts than are kept"));
     }
+    let rule = ClipRule::GlobalNorm { max_norm: settings.max_grad_norm };
+    let clip_memory = rule.resumed(&trainer.clip).map_err(|cause| wrong(&cause))?;
     let settings_now = serde_json::to_value(settings).map_err(|e| Error::usage(format!("settings: {e}")))?;
     expect_same_order(&settings_now, &packing::completed(&trainer.settings))?;
     if let missing @ [_, ..] = identity::unknown(then).as_slice() {
@@ -125,9 +129,9 @@ pub(super) fn accept(
     let changes = identity::changes(then, &now);
     accept_changes(settings, &changes, observer)?;
     let position = position_in(settings, saved, sequences, observer)?;
-    tell_changed_settings(&settings_now, &trainer.settings, observer);
+    log_changed_settings(&settings_now, &trainer.settings, observer);
     let run = identity::continued(recorded, now, trainer.step, &changes);
-    Ok(Accepted { position, history, run, loaded })
+    Ok(Accepted { position, history, clip_memory, run, loaded })
 }
 
 impl Accepted {
@@ -150,7 +154,7 @@ impl Accepted {
         let mut loss_scale = LossScale::new(engine.plan().recipe.numerics.dtype);
         loss_scale.restore(trainer.loss_scale.scale, trainer.loss_scale.good_steps);
         // Before the state: moments of another format are rounded as that step rounds.
-        engine.resume(trainer.step, trainer.optimizer_step, loss_scale, self.history)?;
+        engine.resume(trainer.step, trainer.optimizer_step, loss_scale, self.history, self.clip_memory)?;
         engine_state::restore(engine, &mut self.loaded, PIECE_ELEMS)?;
         engine.send_weights()?;
         Ok(self.position)
@@ -207,8 +211,8 @@ fn position_in(settings: &Settings, saved: SavedPosition, sequences: usize, obse
 }
 
 /// Other settings may change, and a person should know which.
-fn tell_changed_settings(now: &Value, then: &Value, observer: &mut dyn Observer) {
-    for key in OnResume::Told.keys() {
+fn log_changed_settings(now: &Value, then: &Value, observer: &mut dyn Observer) {
+    for key in OnResume::Logged.keys() {
         if then[key] != now[key] {
             observer.warn(&describe::changed(key, &then[key], &now[key]));
         }
@@ -261,6 +265,7 @@ mod tests {
             seed: 42,
             data_position: serde_json::to_value(SavedPosition { position, sequences: SEQUENCES }).unwrap(),
             speculation: serde_json::to_value(history).unwrap(),
+            clip: Default::default(),
             settings: serde_json::to_value(settings(&[])).unwrap(),
         };
         let mut writer = Writer::create(&crate::disk::Dir::open(dir).unwrap(), trainer, run()).unwrap();
@@ -329,7 +334,7 @@ mod tests {
             let (accepted, messages) = resumed(&path, &[], SEQUENCES, run());
             let refused = accepted.err().map(|error| error.to_string());
             match key.on_resume {
-                OnResume::Told => {
+                OnResume::Logged => {
                     assert!(refused.is_none() && messages.len() == 1 && messages[0].starts_with(&flag), "{flag}: {messages:?}")
                 }
                 OnResume::Order => assert!(refused.is_some_and(|refused| refused.starts_with(&flag)), "{flag}"),
@@ -348,11 +353,11 @@ mod tests {
         forge(&path, &older);
         let saved = checkpoint::open(&path).unwrap().manifest().trainer.settings.clone();
         let settled = |packing| packing::settle(&Settings { packing, ..settings(&[]) }, Some(&saved), &mut |_| ()).unwrap();
-        let goes_on = |packing| {
+        let resumes = |packing| {
             accept(checkpoint::open(&path).unwrap(), &settled(packing), (&recipe(), SEQUENCES), run(), &mut RecordingObserver::default())
         };
-        assert!(goes_on(Packing::Auto).is_ok() && goes_on(Packing::Wrapped).is_ok());
-        let refused = goes_on(Packing::Bfd).err().unwrap().to_string();
+        assert!(resumes(Packing::Auto).is_ok() && resumes(Packing::Wrapped).is_ok());
+        let refused = resumes(Packing::Bfd).err().unwrap().to_string();
         assert!(refused.starts_with("--packing: packing was \"wrapped\"") && refused.contains("is \"bfd\" now"), "{refused}");
     }
 
@@ -389,6 +394,18 @@ mod tests {
             assert!(message.contains("checkpoint-4/trainer_state.json: ") && message.contains(words), "{message}");
             assert_eq!(error.exit_code(), 1);
         }
+    }
+
+    #[test]
+    fn values_of_another_rule_of_clipping_name_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = checkpoint(dir.path());
+        let mut manifest = true_manifest(&path);
+        assert_eq!(manifest["trainer"].get("clip"), None, "a rule without memory is not saved");
+        manifest["trainer"]["clip"] = json!([0.5]);
+        forge(&path, &manifest);
+        let message = resumed(&path, &RunPart::ALL, SEQUENCES, run()).0.err().unwrap().to_string();
+        assert!(message.ends_with("checkpoint-4/trainer_state.json: clipping: 1 values, and the rule of this run keeps 0"), "{message}");
     }
 
     proptest! {

@@ -13,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::model::activations::LossTile;
 use crate::recipe::part::RunPart;
 use crate::recipe::record::{EXPERT_PRODUCTS, GRADIENT_GROUP, LOSS_TILE, SEQUENCE_RANKS, STEP};
+use crate::units::counted;
 use serde::Deserialize;
 use serde_json::Value;
 use std::fmt::Display;
@@ -66,24 +67,27 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, on_gpu: bool, obser
         },
         ..settings.clone()
     };
-    kept.check_counts().map_err(|error| if is_cut_as_said(settings) { error } else { cannot_be_kept(settings, then, loaded) })?;
+    kept.check_counts().map_err(|error| if has_given_steps(settings) { error } else { cannot_be_kept(settings, then, loaded) })?;
     log_changed_cut(&kept, then, observer);
     Ok(kept)
 }
 
 /// Whether nothing of how steps are cut is the checkpoint's.
-fn is_cut_as_said(settings: &Settings) -> bool {
+fn has_given_steps(settings: &Settings) -> bool {
     settings.gradient_accumulation_steps.is_some() && settings.gradient_shares.is_some()
 }
 
 /// Reports where steps are cut otherwise than the checkpoint's.
 fn log_changed_cut(kept: &Settings, then: SavedStep, observer: &mut dyn Observer) {
-    let (now, shares) = (kept.micro_batches(), kept.partial_sums());
+    let (now, partial_sums) = (kept.micro_batches(), kept.partial_sums());
     if then.micro_batches != now {
-        observer.warn(&format!("the checkpoint's steps have {}, and those from here on have {now}", in_words(then.micro_batches)));
+        observer.warn(&format!(
+            "the checkpoint's steps have {}, and those from here on have {now}",
+            counted(then.micro_batches, "micro-batch")
+        ));
     }
-    if then.gradient_shares != shares {
-        observer.warn(&describe::changed("gradient_shares", &then.gradient_shares.into(), &shares.into()));
+    if then.gradient_shares != partial_sums {
+        observer.warn(&describe::changed("gradient_shares", &then.gradient_shares.into(), &partial_sums.into()));
     }
 }
 
@@ -91,9 +95,8 @@ fn log_changed_cut(kept: &Settings, then: SavedStep, observer: &mut dyn Observer
 fn cannot_be_kept(settings: &Settings, then: SavedStep, loaded: &Loaded) -> Error {
     let devices = settings.ranks_in_words();
     let all = settings.tokens_per_step.map_or(devices.clone(), |tokens| format!("--tokens-per-step {tokens} with {devices}"));
-    let shares = then.gradient_shares;
-    let shares = if shares == 1 { "1 gradient share".into() } else { format!("{shares} gradient shares") };
-    let text = format!("{all}: the checkpoint's steps have {} in {shares}", in_words(then.micro_batches));
+    let partial_sums = counted(then.gradient_shares, "gradient share");
+    let text = format!("{all}: the checkpoint's steps have {} in {partial_sums}", counted(then.micro_batches, "micro-batch"));
     let remedy = match cut_anew(settings, then, numeric(loaded, GRADIENT_GROUP)) {
         Some(flags) => format!("use {flags} to divide steps differently, or use fewer devices"),
         None => "use fewer devices".into(),
@@ -101,21 +104,17 @@ fn cannot_be_kept(settings: &Settings, then: SavedStep, loaded: &Loaded) -> Erro
     Error::usage(format!("{text}; {remedy}"))
 }
 
-fn in_words(micro_batches: usize) -> String {
-    if micro_batches == 1 { "1 micro-batch".into() } else { format!("{micro_batches} micro-batches") }
-}
-
 /// Flags with which steps are cut so that the run can continue: as near to the checkpoint and to `settings` as possible.
 fn cut_anew(settings: &Settings, then: SavedStep, group: usize) -> Option<String> {
     let group = settings.gradient_group.or(Some(group).filter(|group| *group > 1));
-    let cut = |shares: usize| {
-        let open = Settings { gradient_shares: Some(shares), gradient_group: group, ..settings.clone() };
+    let cut = |partial_sums: usize| {
+        let open = Settings { gradient_shares: Some(partial_sums), gradient_group: group, ..settings.clone() };
         let steps = match settings.gradient_accumulation_steps {
             None if settings.tokens_per_step.is_some() => open.splits().ok()?.first()?.gradient_accumulation_steps?,
             text => text.unwrap_or(then.micro_batches.div_ceil(settings.groups())),
         };
         let cut = Settings { gradient_accumulation_steps: Some(steps), ..open };
-        cut.check_counts().ok().map(|()| format!("--gradient-accumulation-steps {steps} --gradient-shares {shares}"))
+        cut.check_counts().ok().map(|()| format!("--gradient-accumulation-steps {steps} --gradient-shares {partial_sums}"))
     };
     let ranks = settings.ranks();
     settings.gradient_shares.into_iter().chain([then.gradient_shares, ranks, ranks * group.unwrap_or(1)]).find_map(cut)
@@ -133,9 +132,9 @@ fn expect_same_degree(settings: &Settings, then: usize) -> Result<()> {
     )))
 }
 
-/// The number `what` of the checkpoint's numerics: 1 if it is missing (older versions), 0 (which no run has) if it is invalid.
-fn numeric(loaded: &Loaded, what: &str) -> usize {
-    recorded(loaded, what).map_or(1, |number| number.as_u64().unwrap_or(0) as usize)
+/// The number `key` of the checkpoint's numerics: 1 if it is missing (older versions), 0 (which no run has) if it is invalid.
+fn numeric(loaded: &Loaded, key: &str) -> usize {
+    recorded(loaded, key).map_or(1, |number| number.as_u64().unwrap_or(0) as usize)
 }
 
 /// Checkpoints older than shares keep the micro-batches among their settings.
@@ -156,9 +155,9 @@ fn step_shape(loaded: &Loaded) -> Result<SavedStep> {
     Ok(shape)
 }
 
-/// The value of `what` in the checkpoint's numerics.
-fn recorded<'a>(loaded: &'a Loaded, what: &str) -> Option<&'a Value> {
-    loaded.manifest().run.get(RunPart::Numerics.name()).and_then(|numerics| numerics.get(what))
+/// The value of `key` in the checkpoint's numerics.
+fn recorded<'a>(loaded: &'a Loaded, key: &str) -> Option<&'a Value> {
+    loaded.manifest().run.get(RunPart::Numerics.name()).and_then(|numerics| numerics.get(key))
 }
 
 /// Kernels of expert products: the same as `then`, unless `requested` selects others. Older checkpoints used the program's own kernels.

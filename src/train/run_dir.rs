@@ -48,9 +48,13 @@ impl RunDir {
         let mut this = Self { dir, lock, place, is_new, trace: None };
         let (mut probe, beside) = this.dir.create_beside(PROBE.pattern)?;
         probe.write(b"x").and_then(|()| this.dir.remove(beside))?;
-        this.dir.unsynced()?.iter().for_each(|line| observer.note(line));
+        if let Some(line) = &this.dir.unsynced()? {
+            observer.note(line);
+        }
         owned_names::remove_remains(&this.dir)?;
-        checkpoint::clean(&this.dir)?.iter().for_each(|line| observer.warn(line));
+        for line in &checkpoint::clean(&this.dir)? {
+            observer.warn(line);
+        }
         this.trace = settings.trace.as_deref().map(TraceFile::open).transpose()?;
         match &this.trace {
             Some(trace) => this.refuse_our_own(trace)?,
@@ -95,7 +99,7 @@ impl RunDir {
     ///
     /// # Errors
     /// `Resource` with both sizes.
-    pub(super) fn expect_room(&self, checkpoint_bytes: u64) -> Result<()> {
+    pub(super) fn expect_free_bytes(&self, checkpoint_bytes: u64) -> Result<()> {
         let free = self.dir.free_bytes()?.unwrap_or(u64::MAX);
         if free >= checkpoint_bytes {
             return Ok(());
@@ -122,9 +126,9 @@ impl RunDir {
 
     /// The run's own name at which `path` lies, or below which.
     fn own_name_of(&self, path: &Path) -> Option<&'static OwnedName> {
-        let (here, parent) = (self.path().canonicalize().ok()?, path.parent().filter(|parent| !parent.as_os_str().is_empty()));
+        let (own_path, parent) = (self.path().canonicalize().ok()?, path.parent().filter(|parent| !parent.as_os_str().is_empty()));
         let place = parent.unwrap_or(Path::new(".")).canonicalize().ok()?.join(path.file_name()?);
-        owned_names::named(place.strip_prefix(here).ok()?.components().next()?.as_os_str())
+        owned_names::named(place.strip_prefix(own_path).ok()?.components().next()?.as_os_str())
     }
 
     /// Whether there is nothing but the lock and the mark of the folder of records.
@@ -218,18 +222,18 @@ mod tests {
     #[test]
     fn a_removed_one_is_made_again_and_a_link_in_its_place_leads_nowhere() {
         let tmp = tempfile::tempdir().unwrap();
-        let (path, elsewhere) = (tmp.path().join("r"), tmp.path().join("elsewhere"));
+        let (path, target) = (tmp.path().join("r"), tmp.path().join("elsewhere"));
         let mut run = open(path.clone(), None).unwrap();
         assert_eq!(run.hold().unwrap(), None);
         fs::remove_dir_all(&path).unwrap();
         assert!(run.hold().unwrap().unwrap().contains("was removed during the run"));
         assert!(open(path.clone(), None).is_err(), "the new one is ours, too");
         fs::remove_dir_all(&path).unwrap();
-        fs::create_dir(&elsewhere).unwrap();
-        symlink(&elsewhere, &path).unwrap();
+        fs::create_dir(&target).unwrap();
+        symlink(&target, &path).unwrap();
         let refused = run.hold().unwrap_err().to_string();
         assert!(refused.contains("create") && refused.contains("/r: File exists"), "{refused}");
-        assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), 0);
+        assert_eq!(fs::read_dir(&target).unwrap().count(), 0);
     }
 
     #[test]
@@ -248,8 +252,8 @@ mod tests {
     fn room_for_a_checkpoint_is_required() {
         let tmp = tempfile::tempdir().unwrap();
         let run = open(tmp.path().into(), None).unwrap();
-        run.expect_room(1).unwrap();
-        let refused = run.expect_room(1 << 60).unwrap_err().to_string();
+        run.expect_free_bytes(1).unwrap();
+        let refused = run.expect_free_bytes(1 << 60).unwrap_err().to_string();
         for word in [tmp.path().to_str().unwrap(), "1152921504606846976 bytes", "are free", "--output-dir"] {
             assert!(refused.contains(word), "{refused}");
         }

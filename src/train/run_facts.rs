@@ -39,8 +39,8 @@ impl fmt::Display for RunFacts {
 }
 
 impl RunFacts {
-    /// The line of `step` in the log; `None` for most steps. The time left is that of the remaining steps at the mean pace of this run, whose
-    /// steps took `elapsed` so far.
+    /// The line of `step` in the log; `None` for most steps. The time left is that of the remaining steps at the mean pace of this run,
+    /// whose steps took `elapsed` so far.
     pub fn log_line(&self, step: &StepMetrics, elapsed: Duration) -> Option<String> {
         let is_logged = step.step == 1 || step.step.is_multiple_of(self.logging_steps);
         is_logged.then(|| self.step_line(step, self.left(step.step, elapsed)))
@@ -57,7 +57,8 @@ impl RunFacts {
         let StepMetrics { step: number, loss, grad_norm, learning_rate, tokens_per_second, model_tflops, .. } = step;
         let norm = grad_norm.map_or("non-finite".into(), |norm| format!("{norm:.3}"));
         let rate = if *learning_rate == 0.0 { "0".to_string() } else { format!("{learning_rate:.2e}") };
-        let (digits, share) = (tflops_digits(*model_tflops), of_a_large_product(self.matmul_flops.map(|peak| model_tflops * 1e12 / peak)));
+        let (digits, fraction) =
+            (tflops_digits(*model_tflops), of_a_large_product(self.matmul_flops.map(|peak| model_tflops * 1e12 / peak)));
         let left = left.map_or(String::new(), |left| format!("  {} left", ApproximateDuration(left.as_secs_f64())));
         let mark = match step.verdict {
             "clip" => "  clipped",
@@ -66,7 +67,7 @@ impl RunFacts {
         };
         format!(
             "step {number:>6}  loss {loss:.4}  grad_norm {norm}  lr {rate:<8}  {tokens_per_second:>6.0} tokens/s  \
-             {model_tflops:.digits$} TFLOP/s{share}{left}{mark}"
+             {model_tflops:.digits$} TFLOP/s{fraction}{left}{mark}"
         )
     }
 }

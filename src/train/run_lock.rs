@@ -92,8 +92,8 @@ fn refusal(dir: &Dir, file: File) -> Error {
     let mut holder = vec![];
     let _ = file.take(HOLDER_BYTES_MAX).read_to_end(&mut holder);
     let holder = printable(String::from_utf8_lossy(&holder).trim());
-    let who = if holder.is_empty() { "its process id is unknown" } else { &holder };
-    let cause = format_args!("another run is using it: {who}; end that one or wait for it, or name another --output-dir");
+    let process = if holder.is_empty() { "its process id is unknown" } else { &holder };
+    let cause = format_args!("another run is using it: {process}; end that one or wait for it, or name another --output-dir");
     Error::resource(format_args!("use {}", printable(dir.path().display())), cause)
 }
 

@@ -174,7 +174,8 @@ impl UseEngine for Writing<'_> {
             WeightSource::Checkpoint(mut loaded) => {
                 let (step, optimizer_step) = (loaded.manifest().trainer.step, loaded.manifest().trainer.optimizer_step);
                 let loss_scale = LossScale::new(engine.plan().recipe.numerics.dtype);
-                engine.resume(step, optimizer_step, loss_scale, SpeculationHistory::default())?;
+                let clip_memory = engine.clip_memory().clone();
+                engine.resume(step, optimizer_step, loss_scale, SpeculationHistory::default(), clip_memory)?;
                 engine_state::restore(&mut engine, &mut loaded, PIECE_ELEMS)?;
             }
         }

@@ -144,7 +144,9 @@ impl Batches for PromptRows<'_> {
         batch.tokens.fill(0);
         batch.targets.fill(-1);
         for (row, written) in batch.rows().zip(rows) {
-            row.tokens.iter_mut().zip(written).for_each(|(token, id)| *token = *id as i32);
+            for (token, id) in row.tokens.iter_mut().zip(written) {
+                *token = *id as i32;
+            }
             // A loss is computed beside the logits, and needs a target.
             row.targets[0] = 0;
         }
@@ -168,8 +170,8 @@ mod tests {
         let (logits, mut dice) = ([0.0, f32::ln(2.0), f32::NEG_INFINITY, f32::ln(5.0)], ChaCha8Rng::seed_from_u64(7));
         let mut counts = [0.0f64; 4];
         (0..8000).for_each(|_| counts[drawn(&logits, 1.0, &mut dice) as usize] += 1.0);
-        for (count, share) in counts.into_iter().zip([1.0, 2.0, 0.0, 5.0]) {
-            assert!((count / 1000.0 - share).abs() < 0.2, "{counts:?}");
+        for (count, expected) in counts.into_iter().zip([1.0, 2.0, 0.0, 5.0]) {
+            assert!((count / 1000.0 - expected).abs() < 0.2, "{counts:?}");
         }
         assert!((0..100).all(|_| drawn(&logits, 1e-3, &mut dice) == 3), "cold is greedy");
         assert!((0..100).any(|_| drawn(&logits, 100.0, &mut dice) == 0));

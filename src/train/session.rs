@@ -3,20 +3,18 @@
 mod ending;
 
 use super::evaluation::{Evaluation, Progress};
-use super::event_file::EventFile;
 use super::facts_line::{FactsLine, RunDescription};
 use super::feed::Feed;
 use super::identity::Run;
-use super::metrics_file::{METRICS, MetricsFile};
 use super::observer::Observer;
 use super::prompts::Prompts;
 use super::replanner::{ReplanStep, Replanner};
 use super::run_dir::RunDir;
+use super::sinks::{SinkStart, StepSinks};
 use super::skips::Skips;
 use crate::checkpoint::engine_state::{self, for_each_piece};
 use crate::checkpoint::parts;
 use crate::checkpoint::{RetainedCheckpoints, SavedLossScale, Scheduler, TrainerState, Writer};
-use crate::config::options::ReportTo;
 use crate::config::settings::Settings;
 use crate::data::dataset::Dataset;
 use crate::data::loader::{DataPosition, Loader};
@@ -102,9 +100,7 @@ pub(crate) struct Session<D: Kernels> {
     run_dir: RunDir,
     model_files: Vec<(String, Vec<u8>)>,
     run: Run,
-    metrics: MetricsFile,
-    /// Unless nobody wants them, or they could not be written.
-    events: Option<EventFile>,
+    sinks: StepSinks,
     /// The evaluation, if any, with its last results.
     evaluation: Option<Evaluation>,
     prompts: Option<Prompts>,
@@ -147,10 +143,8 @@ impl<D: Kernels> Session<D> {
         let step = engine.train_step();
         let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.recipe.step.micro_batch * plan.recipe.step.micro_batches);
         let facts = FactsLine::new(about, step, &settings, engine.plan(), engine.shape(), (step_work.tokens, step_work.flops));
-        let (metrics, message) = MetricsFile::open(run_dir.dir(), step, &facts)?;
-        message.iter().for_each(|line| observer.warn(line));
-        let wanted = (settings.report_to.contains(&ReportTo::Tensorboard)).then(|| EventFile::create(run_dir.dir(), step));
-        let events = wanted.and_then(|events| or_warn(events, observer));
+        let start = SinkStart { dir: run_dir.dir(), step, facts: &facts };
+        let sinks = StepSinks::open(&settings.report_to, &start, observer)?;
         let totals = SessionTotals::default();
         let replanner = Replanner::new(&settings, &plan);
         let perf = settings.perf_counters.then(|| WorkerCounters::start(WORKER_ROLE)).transpose()?;
@@ -160,8 +154,7 @@ impl<D: Kernels> Session<D> {
             schedule,
             run_dir,
             model_files,
-            metrics,
-            events,
+            sinks,
             evaluation,
             prompts,
             evaluated: None,
@@ -212,12 +205,11 @@ impl<D: Kernels> Session<D> {
         self.last_step_end = Some(end);
         let metrics = self.measure(&report, end - start);
         observer.step(&metrics);
-        self.events = self.events.take().and_then(|mut events| or_warn(events.write(&metrics).map(|()| events), observer));
         let skipped = report.verdict == Verdict::SkipNonFinite;
         let before = if skipped { self.last_saved() } else { None };
         self.skips.record(metrics.step, skipped, before.as_ref().map(|(_, path)| path.as_path()));
         self.skips.warning().iter().for_each(|line| observer.warn(line));
-        self.metrics.write(&metrics).inspect_err(|_| self.lost = Some(format!("the metrics of step {}", metrics.step)))?;
+        self.sinks.step(&metrics, observer).inspect_err(|_| self.lost = Some(format!("the metrics of step {}", metrics.step)))?;
         self.skips.check(self.settings.max_skipped_steps)?;
         self.replan_if_better(&report, end - start, observer)
     }
@@ -310,10 +302,9 @@ impl<D: Kernels> Session<D> {
         self.progress.record(metrics.step, eval_loss, self.totals.steps == 0 && metrics.step > 0);
         self.last_step_end = Some(Instant::now());
         observer.note(&metrics.to_string());
-        self.events = self.events.take().and_then(|mut events| or_warn(events.write_evaluation(&metrics).map(|()| events), observer));
         let samples = self.write_samples(stop, observer)?;
         let lost = || Some(format!("the evaluation after step {}", metrics.step));
-        self.metrics.write(&EvalLine { metrics, samples }).inspect_err(|_| self.lost = lost())
+        self.sinks.evaluation(&EvalLine { metrics, samples }, observer).inspect_err(|_| self.lost = lost())
     }
 
     /// Samples the model after the prompts of the run; nothing where it has none, or `stop` is set meanwhile.
@@ -377,11 +368,7 @@ impl<D: Kernels> Session<D> {
         if self.totals.steps > 0 && self.saved_path()?.is_none() {
             self.save_or_save_again(observer).inspect_err(|_| self.save_failed = true)?;
         }
-        if self.metrics.keep(self.run_dir.dir())? {
-            let path = self.run_dir.dir().join(METRICS.pattern);
-            observer.warn(&format!("{} was removed or replaced during the run: written again, with this run's lines", path.display()));
-        }
-        Ok(())
+        self.sinks.restore(self.run_dir.dir(), observer)
     }
 
     /// The checkpoint of this step, if it was written and is still there.
@@ -416,7 +403,7 @@ impl<D: Kernels> Session<D> {
         let evaluations = self.progress.with_checkpoint(step);
         let run = evaluations.kept_in(self.skips.kept_in(&self.run));
         let writer = self.write_state(run)?;
-        self.metrics.sync().unwrap_or_else(|error| observer.warn(&error.to_string()));
+        self.sinks.sync(observer);
         let limit = self.settings.save_total_limit.and_then(NonZeroUsize::new);
         let spared = RetainedCheckpoints { newest_before: self.skips.since(), best: evaluations.best.map(|best| best.step) };
         let saved = writer.finish(&self.model_files, limit, spared)?;
@@ -458,6 +445,7 @@ impl<D: Kernels> Session<D> {
             data_position: serde_json::to_value(SavedPosition { position: self.feed.position(), sequences: self.feed.sequences() })
                 .map_err(json)?,
             speculation: serde_json::to_value(self.engine.history()).map_err(json)?,
+            clip: self.engine.clip_memory().clone(),
             settings: serde_json::to_value(&self.settings).map_err(json)?,
         })
     }
@@ -466,11 +454,6 @@ impl<D: Kernels> Session<D> {
     pub(crate) fn digest(&mut self) -> Result<String> {
         engine_state::digest(&mut self.engine)
     }
-}
-
-/// Events that can be written; otherwise `observer` gets a warning, and training continues without them.
-fn or_warn(events: Result<EventFile>, observer: &mut dyn Observer) -> Option<EventFile> {
-    events.map_err(|error| observer.warn(&format!("no events for TensorBoard from here on: {error}"))).ok()
 }
 
 /// The name under which serde writes a unit variant.

@@ -37,14 +37,14 @@ use crate::model::shape::{DEMO_CONFIG, ModelShape};
 use crate::model::tensors::TensorTable;
 use crate::model::weights::{self, ModelWeights};
 use crate::model_dir::{CONFIG, ModelDir};
-use crate::optim::StatePart;
 use crate::optim::schedule::TrainLength;
+use crate::optim::state_array::StatePart;
 use crate::planner::plan::Plan;
 use crate::planner::site::Site;
 use crate::progress_event::ProgressEvent;
 use crate::recipe::part::RunPart;
 use crate::signals::StopFlag;
-use crate::units::Count;
+use crate::units::{Count, counted};
 use std::mem;
 use std::path::{Path, PathBuf};
 
@@ -57,7 +57,7 @@ struct ModelSource {
 impl ModelSource {
     /// The size of a checkpoint.
     fn checkpoint_bytes(&self, plan: &Plan) -> u64 {
-        checkpoint_bytes(TensorTable::new(&self.shape).params(), plan.recipe.numerics.moments, &self.files)
+        checkpoint_bytes(TensorTable::new(&self.shape).params(), plan.optimizer().arrays(), &self.files)
     }
 }
 
@@ -96,7 +96,7 @@ pub(super) fn forward_progress(observer: &mut dyn Observer, event: ProgressEvent
         ProgressEvent::Note(line) => observer.note(line),
         ProgressEvent::Detail(line) => observer.detail(line),
         ProgressEvent::Warn(line) => observer.warn(line),
-        ProgressEvent::Progress { what, done, all } => observer.progress(what, done, all),
+        ProgressEvent::Progress { activity, done, all } => observer.progress(activity, done, all),
     }
 }
 
@@ -114,7 +114,7 @@ pub(super) fn prepare<'a>(
     let resumed = resume::find(settings, &settings.output_dir, observer)?;
     resumed.as_ref().map_or(Ok(()), |loaded| resume::expect_sources(settings, loaded))?;
     observer.detail(&format!("reading {}", printable(describe_sources(settings))));
-    tell_peers(launch, observer);
+    log_peers(launch, observer);
     launch.warnings(settings).iter().for_each(|line| observer.warn(line));
     launch.chosen.rates_from.as_ref().and_then(SelectedProfile::unsteady).iter().for_each(|line| observer.warn(line));
     let source = find_model(settings)?;
@@ -145,18 +145,22 @@ pub(super) fn prepare<'a>(
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
     let max_steps = max_steps(&settings, &dataset);
     if let Some(run_dir) = run_dir.filter(|_| resumed.as_ref().is_none_or(|accepted| accepted.step() < max_steps)) {
-        run_dir.expect_room(source.checkpoint_bytes(&plan))?;
+        run_dir.expect_free_bytes(source.checkpoint_bytes(&plan))?;
         check_file_size(format_args!("write a checkpoint into {}", run_dir.path().display()), part_bytes(&plan, 0))?;
     }
     passes_a_step(plan.recipe.step.micro_batch * plan.recipe.step.micro_batches, dataset.sequences())
         .iter()
         .for_each(|line| observer.detail(line));
-    let share = 100.0 - 100.0 * dataset.untrained() as f64 / dataset.tokens() as f64;
-    let is_told = dataset.untrained() > 0 || tokenizer.reads_answers();
-    let share = if is_told { format!(" ({share:.1} % trained)") } else { String::new() };
-    let evaluated = eval_dataset.as_ref().map_or(String::new(), |data| format!("; evaluated on {} sequences", data.sequences()));
+    let trained = 100.0 - 100.0 * dataset.untrained() as f64 / dataset.tokens() as f64;
+    let has_masks = dataset.untrained() > 0 || tokenizer.reads_answers();
+    let trained = if has_masks { format!(" ({trained:.1} % trained)") } else { String::new() };
+    let evaluated = eval_dataset.as_ref().map_or(String::new(), |data| format!("; evaluated on {}", counted(data.sequences(), "sequence")));
     let (tokens, sequences, seq_length) = (dataset.tokens(), dataset.sequences(), settings.seq_length);
-    let data = format!("{tokens} tokens{share}, {sequences} sequences of {seq_length}; tokenizer {tokenizer}{evaluated}");
+    let data = format!(
+        "{}{trained}, {} of {seq_length}; tokenizer {tokenizer}{evaluated}",
+        counted(tokens, "token"),
+        counted(sequences, "sequence")
+    );
     let tokenizer = tokenizer.closed();
     Ok(PreparedRun {
         launch,
@@ -192,14 +196,14 @@ impl PreparedRun<'_> {
         observer.detail(&self.plan.to_string());
         let extent = self.extent();
         self.warn_of_passes(extent, observer);
-        observer.note(&self.facts(describe_device(self.launch, &self.planned_device())).to_string());
+        observer.note(&self.facts(describe_device(self.launch, &self.plan, &self.planned_device())).to_string());
         observer.note(&extent.planned());
     }
 
     /// The device as the plan has it.
     fn planned_device(&self) -> String {
         let Site { threads, isa, .. } = self.plan.site;
-        if self.launch.chosen.is_gpu() { "not opened yet".into() } else { format!("cpu ({threads} threads, {isa})") }
+        if self.launch.chosen.is_gpu() { "not opened yet".into() } else { format!("cpu ({}, {isa})", counted(threads, "thread")) }
     }
 
     /// The facts of this run on `device`.
@@ -254,7 +258,7 @@ impl PreparedRun<'_> {
     /// Errors before the first step.
     pub(super) fn session<D: Kernels>(self, mut engine: Engine<D>, run_dir: RunDir, observer: &mut dyn Observer) -> Result<Session<D>> {
         self.warn_of_passes(self.extent(), observer);
-        let device = describe_device(self.launch, &engine.describe());
+        let device = describe_device(self.launch, &self.plan, &engine.describe());
         let facts = self.facts(with_driver(&device, &engine.versions()));
         let Self {
             launch,
@@ -394,10 +398,10 @@ fn max_steps(settings: &Settings, dataset: &Dataset) -> u64 {
     }
 }
 
-/// Reports the links between GPUs; to everybody where gradients and weights have to pass through host memory.
-fn tell_peers(launch: &Launcher, observer: &mut dyn Observer) {
+/// Reports the links between GPUs; with a warning where gradients and weights have to pass through host memory.
+fn log_peers(launch: &Launcher, observer: &mut dyn Observer) {
     let is_slower = launch.chosen.machine.rates.peer_route == PeerRoute::Host;
-    launch.chosen.peers.iter().for_each(|line| if is_slower { observer.note(line) } else { observer.detail(line) });
+    launch.chosen.peers.iter().for_each(|line| if is_slower { observer.warn(line) } else { observer.detail(line) });
 }
 
 /// A line for people where each step of so many `rows` passes over the data several times.
@@ -418,12 +422,14 @@ fn with_driver(device: &str, versions: &[(&str, String)]) -> String {
     driver.map_or(device.to_string(), |(_, version)| format!("{device}, driver {version}"))
 }
 
-fn describe_device(launch: &Launcher, device: &str) -> String {
+/// The device of process 0, and the number of processes.
+fn describe_device(launch: &Launcher, plan: &Plan, device: &str) -> String {
     let Launcher { topology, chosen } = launch;
     let why = chosen.note.as_ref().map_or(String::new(), |note| format!("; auto: {note}"));
     let gpus: Vec<_> = chosen.gpus.iter().map(ToString::to_string).collect();
     let gpus = if gpus.is_empty() { String::new() } else { gpus.join(", ") + ": " };
-    format!("{gpus}{device} on {}{why}", topology.cpu_model.as_deref().unwrap_or("an unnamed processor"))
+    let processes = if plan.site.processes > 1 { format!("; process 0 of {}", plan.site.processes) } else { String::new() };
+    format!("{gpus}{device} on {}{why}{processes}", topology.cpu_model.as_deref().unwrap_or("an unnamed processor"))
 }
 
 /// The model's directory, or its name on the hub with the commit.
@@ -438,8 +444,9 @@ fn describe_model(settings: &Settings, plan: &Plan, shape: &ModelShape) -> Strin
     let (ModelShape { channels, vocab, layers, .. }, Attn { heads, kv_heads, .. }) = (shape, shape.layers[0].attn);
     let (architecture, layers) = (shape.family.architecture(), layers.len());
     format!(
-        "{from}: {architecture}, {params} parameters in {dtype}; {layers} layers of {channels}, {heads} heads ({kv_heads} kv), \
-         vocabulary {vocab}"
+        "{from}: {architecture}, {params} parameters in {dtype}; {} of {channels}, {} ({kv_heads} kv), vocabulary {vocab}",
+        counted(layers, "layer"),
+        counted(heads, "head")
     )
 }
 
@@ -452,7 +459,7 @@ fn first_weights(settings: &Settings, shape: &ModelShape) -> Result<Option<Model
 /// First weights: random, or the model's own.
 fn begin<D: Kernels>(engine: &mut Engine<D>, seed: u64, weights: Option<&ModelWeights>) -> Result<DataPosition> {
     match weights {
-        Some(weights) => weights.read(|start, block| engine.write_state(StatePart::Params, start, block))?,
+        Some(weights) => weights.read(|start, block| engine.write_state(StatePart::PARAMS, start, block))?,
         None => engine.init_state(seed, engine.plan().site.threads)?,
     }
     engine.send_weights()?;

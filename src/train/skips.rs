@@ -2,6 +2,7 @@
 
 use super::identity::Run;
 use crate::error::{Error, Result};
+use crate::units::counted;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -69,7 +70,7 @@ impl Skips {
         let Self { steps, first, before } = self;
         let from = before.as_ref().map_or(format!("a checkpoint from before step {first}"), |dir| dir.display().to_string());
         Err(Error::resource(
-            format!("train: nothing was learned in {steps} steps"),
+            format!("train: nothing was learned in {}", counted(*steps, "step")),
             format!(
                 "from step {first} on, gradients are not finite, and the steps were skipped (--max-skipped-steps {limit}); lower \
                     --learning-rate or check the data, and resume with --resume-from-checkpoint {from}"

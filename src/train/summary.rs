@@ -5,6 +5,7 @@ use crate::config::describe::as_word;
 use crate::engine::protocol::coordinator::Counts;
 use crate::error::{EXIT_INTERRUPTED, Error};
 use crate::host::perf::WorkerCounts;
+use crate::units::counted;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -20,7 +21,7 @@ pub struct Summary {
     /// Steps done in all, and in this process.
     pub step: u64,
     /// Steps done by this process.
-    pub steps_here: u64,
+    pub steps_done: u64,
     /// Steps of the whole run.
     pub max_steps: u64,
     /// Loss of the first and of the last step of this process.
@@ -78,19 +79,20 @@ impl Summary {
 
     fn why_early(&self) -> String {
         let evaluations = self.given_up.filter(|_| self.step < self.max_steps);
-        evaluations.map_or(String::new(), |count| format!("; no lower loss in {count} evaluations (--early-stopping-patience)"))
+        evaluations
+            .map_or(String::new(), |count| format!("; no lower loss in {} (--early-stopping-patience)", counted(count, "evaluation")))
     }
 
     /// How far the run came: `finished 300 of 300 steps`.
     fn extent(&self) -> String {
-        let Self { step, max_steps, steps_here, .. } = self;
+        let Self { step, max_steps, steps_done, .. } = self;
         let state = match (&self.failure, self.interrupted) {
             (Some(_), _) => format!("failed at step {step} of {max_steps}"),
             (None, true) => format!("interrupted at step {step} of {max_steps}"),
             (None, false) => format!("finished {step} of {max_steps} steps"),
         };
         let resumed =
-            if steps_here == step || self.process > 0 { String::new() } else { format!(", {steps_here} of them since the resume") };
+            if steps_done == step || self.process > 0 { String::new() } else { format!(", {steps_done} of them since the resume") };
         format!("{state}{resumed}{}", self.why_early())
     }
 
@@ -116,7 +118,7 @@ impl Summary {
     fn files(&self) -> String {
         let checkpoint = match &self.checkpoint {
             Some(path) => path.display().to_string(),
-            None if self.steps_here == 0 => "none (no step was done)".into(),
+            None if self.steps_done == 0 => "none (no step was done)".into(),
             None => "none".into(),
         };
         let dropped = match self.trace_dropped {
@@ -136,7 +138,7 @@ impl fmt::Display for Summary {
         if self.process > 0 {
             return write!(f, "{}: process {} followed process 0", self.extent(), self.process);
         }
-        if self.steps_here == 0 && !self.interrupted && self.failure.is_none() {
+        if self.steps_done == 0 && !self.interrupted && self.failure.is_none() {
             let requested = if self.step == self.max_steps { String::new() } else { format!(", {} were asked for", self.max_steps) };
             return write!(f, "nothing to do: step {} was already done{requested}{}", self.step, self.why_early());
         }
@@ -151,7 +153,7 @@ impl fmt::Display for Summary {
         if self.metrics.is_none() {
             f.write_str("\n  metrics       missing: the file was removed during the run")?;
         }
-        self.lost.iter().try_for_each(|what| write!(f, "\n  lost          {what}"))?;
+        self.lost.iter().try_for_each(|loss| write!(f, "\n  lost          {loss}"))?;
         self.next_commands().iter().try_for_each(|commands| write!(f, "\n{commands}"))
     }
 }
@@ -164,7 +166,7 @@ mod tests {
         let counts = Counts { speculated: 5, rolled_back: 2, committed: 7, clipped: 3, skipped: 0 };
         Summary {
             step: 12,
-            steps_here: 12,
+            steps_done: 12,
             max_steps: 12,
             loss: Some((5.5, 2.25)),
             evaluation: Some((12, 2.5)),
@@ -194,7 +196,7 @@ mod tests {
 
     #[test]
     fn an_early_end_names_the_command_that_resumes_and_a_late_failure_none() {
-        let early = Summary { step: 5, steps_here: 2, interrupted: true, checkpoint: Some("checkpoint-5".into()), ..finished() };
+        let early = Summary { step: 5, steps_done: 2, interrupted: true, checkpoint: Some("checkpoint-5".into()), ..finished() };
         let lines = early.to_string();
         assert!(lines.starts_with("interrupted at step 5 of 12, 2 of them since the resume\n"), "{lines}");
         assert!(lines.ends_with("\nnext: superoffload resume ."), "{lines}");

@@ -17,7 +17,7 @@ use crate::disk::named_by;
 use crate::error::{Error, Result};
 use crate::hub::HubQuery;
 use crate::model::shape::ModelShape;
-use crate::model_dir::{CONFIG, ModelDir, expect_there};
+use crate::model_dir::{CONFIG, ModelDir, expect_exists};
 use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use serde_json::Value;
@@ -27,7 +27,7 @@ use std::sync::Arc;
 /// `settings` with a local path in place of each name on the hub.
 ///
 /// # Errors
-/// Errors of [`HubQuery::model`] and [`expect_there`].
+/// Errors of [`HubQuery::model`] and [`expect_exists`].
 pub(crate) fn find_sources(
     settings: &Settings,
     with_weights: bool,
@@ -37,7 +37,7 @@ pub(crate) fn find_sources(
     let mut model = None;
     if let Some(path) = &settings.model {
         let found = HubQuery { with_weights, stop, emit }.model(path)?;
-        expect_there(&found)?;
+        expect_exists(&found)?;
         model = Some(found);
     }
     let mut data = |paths: &[PathBuf]| -> Result<Vec<PathBuf>> {
@@ -75,7 +75,9 @@ pub(crate) fn tokenizer(
     known: &KnownSources,
 ) -> Result<(Tokenizer, Settings)> {
     let mut settings = saved.map_or_else(|| settings.clone(), |saved| as_before(settings, saved));
-    saved.map_or(Ok(()), |saved| expect_same(&settings, saved, &["tokenizer"]))?;
+    if let Some(saved) = saved {
+        expect_same(&settings, saved, &["tokenizer"])?;
+    }
     let flags = record_flags(&settings);
     let (rules, day) = (rules(&settings, &flags, known)?, flags.day()?);
     let tokenizer = find(&settings, shape, known, rules.into())?;
@@ -85,7 +87,9 @@ pub(crate) fn tokenizer(
     if tokenizer.is_bytes() {
         settings.tokenizer = TokenizerChoice::Bytes;
     }
-    saved.map_or(Ok(()), |saved| expect_same(&settings, saved, &OnResume::Tokens.keys()))?;
+    if let Some(saved) = saved {
+        expect_same(&settings, saved, &OnResume::Tokens.keys())?;
+    }
     Ok((tokenizer, settings))
 }
 
@@ -159,7 +163,7 @@ fn rules(settings: &Settings, flags: &RecordFlags<'_>, known: &KnownSources) -> 
     let lists = [&settings.data[..], &settings.eval_data];
     let find = |(paths, flag): (&&[PathBuf], _)| known.find_files(paths).map_err(|error| named_by(flag, error));
     let files = lists.iter().zip(["--data", "--eval-data"]).map(find).collect::<Result<Vec<_>>>()?.concat();
-    flags.rules(dir.as_ref(), |rules| known.has_answers(&lists, rules).unwrap_or_else(|| text_files::asks_for_template(&files, rules)))
+    flags.rules(dir.as_ref(), |rules| known.has_answers(&lists, rules).unwrap_or_else(|| text_files::needs_template(&files, rules)))
 }
 
 fn find(settings: &Settings, shape: &ModelShape, known: &KnownSources, rules: Arc<RecordRules>) -> Result<Tokenizer> {
@@ -184,11 +188,11 @@ fn find(settings: &Settings, shape: &ModelShape, known: &KnownSources, rules: Ar
 
 /// Text, a model that reads more than bytes, and no `tokenizer.json`.
 fn missing(dir: &ModelDir) -> Error {
-    let is_there = |name: &str| dir.path().join(name).exists();
+    let exists = |name: &str| dir.path().join(name).exists();
     let dir = dir.path().display();
     let (found, from) = match () {
-        () if is_there("tokenizer.model") => ("only tokenizer.model", dir.to_string()),
-        () if is_there("vocab.json") && is_there("merges.txt") => ("only vocab.json and merges.txt", dir.to_string()),
+        () if exists("tokenizer.model") => ("only tokenizer.model", dir.to_string()),
+        () if exists("vocab.json") && exists("merges.txt") => ("only vocab.json and merges.txt", dir.to_string()),
         () => ("nor any other tokenizer", "NAME-OF-THE-MODEL".into()),
     };
     let command = format!("from transformers import AutoTokenizer; AutoTokenizer.from_pretrained('{from}').save_pretrained('{dir}')");

@@ -53,10 +53,11 @@ pub const CAMPAIGNS: &[Campaign] = &[
     suites::PARITY,
     r32_formats::CAMPAIGN,
     suites::EXPORT,
+    r34_placements::CAMPAIGN,
 ];
 
 /// Prints the list.
 pub fn print() -> Result<(), String> {
-    CAMPAIGNS.iter().for_each(|campaign| say(&format!("{:<6} {:>7} runs  {}", campaign.id, campaign.runs, campaign.what)));
+    CAMPAIGNS.iter().for_each(|campaign| print_line(&format!("{:<6} {:>7} runs  {}", campaign.id, campaign.runs, campaign.what)));
     Ok(())
 }

@@ -49,6 +49,8 @@ mod r25_soak;
 mod r27_starved;
 mod r28_clock;
 mod r32_formats;
+mod r34_placements;
+mod recipes;
 mod record;
 mod report;
 mod shim;
@@ -133,7 +135,7 @@ fn main() -> ExitCode {
     match Options::parse(std::env::args().skip(1)).and_then(run) {
         Ok(failures) => ExitCode::from(u8::from(failures > 0)),
         Err(e) => {
-            say(&format!("error: {e}"));
+            print_line(&format!("error: {e}"));
             ExitCode::from(2)
         }
     }
@@ -147,10 +149,14 @@ fn run_all(options: &Options) -> Result<u64, String> {
     let whole = options.minutes.map(|minutes| Duration::from_secs_f64(minutes * 60.0));
     for (idx, campaign) in wanted.iter().enumerate() {
         // Time that a campaign leaves of its share is available to the later ones.
-        let share = whole.map(|whole| whole.saturating_sub(start.elapsed()) / (wanted.len() - idx) as u32);
+        let time_limit = whole.map(|whole| whole.saturating_sub(start.elapsed()) / (wanted.len() - idx) as u32);
         let runs = options.runs.unwrap_or(if options.is_smoke() { campaign.smoke } else { campaign.runs });
-        let record =
-            harness.campaign(campaign, options.only.map_or(0..runs, |only| only..only + 1), share, options.jobs.unwrap_or(1) as usize)?;
+        let record = harness.campaign(
+            campaign,
+            options.only.map_or(0..runs, |only| only..only + 1),
+            time_limit,
+            options.jobs.unwrap_or(1) as usize,
+        )?;
         failures += record.failures.len() as u64;
         log(&record, options)?;
     }
@@ -159,7 +165,7 @@ fn run_all(options: &Options) -> Result<u64, String> {
 
 fn log(record: &Record, options: &Options) -> Result<(), String> {
     let line = record.line();
-    say(&if options.is_smoke() { record.summary() } else { line.clone() });
+    print_line(&if options.is_smoke() { record.summary() } else { line.clone() });
     match &options.out {
         Some(path) => record::append(path, &line),
         None => Ok(()),
@@ -167,6 +173,6 @@ fn log(record: &Record, options: &Options) -> Result<(), String> {
 }
 
 /// Prints a line. Errors are ignored, because the output may be closed.
-fn say(line: &str) {
+fn print_line(line: &str) {
     let _ = writeln!(stdout(), "{line}");
 }

@@ -57,8 +57,8 @@ fn start(harness: &Harness) -> Result<Trial, String> {
             }
         };
         let is_late = way == WAYS - 1;
-        let must_go_on = is_late || way % 2 == 0 && is_missing(&ops, op, ERRORS[way as usize / 2].1);
-        holds(harness, &outcome, must_go_on, &digest).map_err(|e| format!("{} {}: {e}", op.name, op.path.display()))
+        let must_finish = is_late || way % 2 == 0 && is_missing(&ops, op, ERRORS[way as usize / 2].1);
+        holds(harness, &outcome, must_finish, &digest).map_err(|e| format!("{} {}: {e}", op.name, op.path.display()))
     }))
 }
 
@@ -72,8 +72,8 @@ fn is_missing(ops: &[Op], op: &Op, errno: i32) -> bool {
     }
 }
 
-fn holds(harness: &Harness, outcome: &Outcome, must_go_on: bool, digest: &str) -> Result<(), String> {
-    outcome.expect_orderly(if must_go_on { &[0] } else { &[0, 1] })?;
+fn holds(harness: &Harness, outcome: &Outcome, must_finish: bool, digest: &str) -> Result<(), String> {
+    outcome.expect_orderly(if must_finish { &[0] } else { &[0, 1] })?;
     if outcome.code == 0 {
         outcome.expect_digest(digest)?;
     } else {

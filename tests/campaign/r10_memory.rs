@@ -14,7 +14,7 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-const SHARES: [f64; 4] = [1.05, 1.0, 0.95, 0.8];
+const FRACTIONS: [f64; 4] = [1.05, 1.0, 0.95, 0.8];
 
 /// Twenty million parameters: their states are far larger than the program itself.
 const CONFIG: &str = r#"{
@@ -86,12 +86,12 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     });
     let digest = whole.finish().digest()?;
     Ok(Box::new(move |harness, turn| {
-        let share = SHARES[turn.index as usize % 4];
-        group.set(Some((peak * share) as u64))?;
+        let fraction = FRACTIONS[turn.index as usize % 4];
+        group.set(Some((peak * fraction) as u64))?;
         let outcome = harness.run(group.holding(&train(harness)));
         group.set(None)?;
         turn.kind = format!(
-            "{share}: {}",
+            "{fraction}: {}",
             match outcome.code {
                 0 => "done",
                 1 | 2 => "refused",

@@ -29,8 +29,8 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     let flags: Vec<String> = flags.into_iter().chain([eval_data]).collect();
     let whole = alone(harness, "run.toml", &flags.iter().map(String::as_str).collect::<Vec<_>>())?;
     Ok(Box::new(move |harness, turn| {
-        let ((who, victims), phase) = (VICTIMS[turn.index as usize % 3], PHASES[turn.index as usize / 3 % 3]);
-        turn.kind = format!("{who}: {phase}");
+        let ((slow, victims), phase) = (VICTIMS[turn.index as usize % 3], PHASES[turn.index as usize / 3 % 3]);
+        turn.kind = format!("{slow}: {phase}");
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
         let fault = |rank: &usize| format!("{{rank = {rank}, step = {}, phase = 'evaluate', kind = 'slow'}}", 7 + 6 * turn.pick(2));
         let faults: Vec<String> = victims.iter().map(fault).collect();

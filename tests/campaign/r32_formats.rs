@@ -29,7 +29,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
         fs::write(&path, sealed(manifest.to_string().as_bytes())).unwrap();
         let outcome = harness.run(harness.train("other", &["--resume-from-checkpoint", path.parent().unwrap().to_str().unwrap()]));
         outcome.expect_orderly(&[1, 2]).map_err(|e| format!("format {version}: {e}"))?;
-        let says = outcome.stderr.contains("trainer_state.json");
-        expect(says, || format!("format {version}: names no file: {outcome}"))
+        let names_file = outcome.stderr.contains("trainer_state.json");
+        expect(names_file, || format!("format {version}: names no file: {outcome}"))
     }))
 }

@@ -42,7 +42,7 @@ pub struct Record {
 
 impl Record {
     pub fn new(harness: &Harness, campaign: &Campaign) -> Self {
-        let version = said(Command::new(&harness.program).arg("--version"));
+        let version = output_of(Command::new(&harness.program).arg("--version"));
         let (id, what, complete) = (campaign.id, campaign.what, campaign.runs);
         let build = harness.program.parent().and_then(Path::file_name).unwrap_or_default().to_string_lossy().into_owned();
         let (kinds, failures) = (Kinds::new(), vec![]);
@@ -103,14 +103,14 @@ fn machine() -> Value {
         let value = text.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
         value.trim_start_matches([':', ' ', '\t']).to_string()
     };
-    let git = |args: &[&str]| said(Command::new("git").args(args).current_dir(env!("CARGO_MANIFEST_DIR")));
+    let git = |args: &[&str]| output_of(Command::new("git").args(args).current_dir(env!("CARGO_MANIFEST_DIR")));
     let memory = field("/proc/meminfo", "MemTotal").trim_end_matches(" kB").parse::<u64>().unwrap_or(0);
     let gpu = match crate::harness::device().as_str() {
         "cpu" => String::new(),
-        _ => said(Command::new("nvidia-smi").args(["--query-gpu=name", "--format=csv,noheader"])),
+        _ => output_of(Command::new("nvidia-smi").args(["--query-gpu=name", "--format=csv,noheader"])),
     };
     json!({
-        "gpu": gpu, "date": said(Command::new("date").args(["-u", "+%F"])), "commit": git(&["rev-parse", "HEAD"]),
+        "gpu": gpu, "date": output_of(Command::new("date").args(["-u", "+%F"])), "commit": git(&["rev-parse", "HEAD"]),
         "dirty": !git(&["status", "--porcelain", "--untracked-files=no"]).is_empty(),
         "cpu": field("/proc/cpuinfo", "model name"), "cores": std::thread::available_parallelism().map_or(0, |n| n.get()),
         "memory_gib": memory >> 20, "kernel": fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim(),
@@ -118,7 +118,7 @@ fn machine() -> Value {
 }
 
 /// The trimmed output of a command; empty if it cannot be run.
-fn said(command: &mut Command) -> String {
+fn output_of(command: &mut Command) -> String {
     let output = command.output().map(|output| output.stdout).unwrap_or_default();
     String::from_utf8_lossy(&output).trim().to_string()
 }

@@ -46,7 +46,7 @@ struct Row {
 }
 
 pub fn print() -> Result<(), String> {
-    crate::say(page()?.trim_end());
+    crate::print_line(page()?.trim_end());
     Ok(())
 }
 

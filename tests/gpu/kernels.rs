@@ -32,7 +32,7 @@ impl<W: Write> Suite<'_, W> {
         let failed = self.report.case(&name, || body(self.bench, &mut Random::new(self.seed, &name)));
         if failed && !self.bench.subject.is_alive() {
             self.lost = true;
-            self.report.say("the device no longer works: the remaining kernels are not tried");
+            self.report.print_line("the device no longer works: the remaining kernels are not tried");
         }
     }
 

@@ -91,10 +91,10 @@ fn check_all(bench: &mut Bench, random: &mut Random, products: &[MatmulShape], f
     }
     let most = |of: fn(&MatmulShape) -> usize| products.iter().map(of).max().unwrap_or(0);
     let harness = &mut bench.subject;
-    let mut room = |name: &str, elems, dtype| harness.dev.alloc(name, elems, dtype);
+    let mut memory = |name: &str, elems, dtype| harness.dev.alloc(name, elems, dtype);
     let [a_width, b_width] = factors.formats(MatmulLayout::Nt);
-    let (a, b) = (room("a", most(|p| p.m * p.k), a_width)?, room("b", most(|p| p.k * p.n), b_width)?);
-    let (c, scales) = (room("c", most(|p| p.m * p.n), Dtype::Bfloat16)?, room("scales", SCALES, Dtype::Float32)?);
+    let (a, b) = (memory("a", most(|p| p.m * p.k), a_width)?, memory("b", most(|p| p.k * p.n), b_width)?);
+    let (c, scales) = (memory("c", most(|p| p.m * p.n), Dtype::Bfloat16)?, memory("scales", SCALES, Dtype::Float32)?);
     fill(harness, scales, &Input(Dtype::Float32, vec![1.0; PERIOD]))?;
     let [a_scale, b_scale] = SCALES_AT.map(|place| scales.slice(place, 1));
     let mut worst = 0f64;

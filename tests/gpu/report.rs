@@ -25,9 +25,9 @@ impl From<Error> for Missed {
     }
 }
 
-/// Fails with `what` unless `holds`.
-pub fn require(holds: bool, what: impl FnOnce() -> String) -> Result<(), Missed> {
-    if holds { Ok(()) } else { Err(Missed::Failed(what())) }
+/// Fails with `label` unless `holds`.
+pub fn require(holds: bool, label: impl FnOnce() -> String) -> Result<(), Missed> {
+    if holds { Ok(()) } else { Err(Missed::Failed(label())) }
 }
 
 /// Counts and prints results.
@@ -54,11 +54,11 @@ impl<W: Write> Report<W> {
     /// Starts the results of `device`.
     pub fn begin(&mut self, device: &str) {
         self.device = device.to_string();
-        self.say(&format!("on {device}"));
+        self.print_line(&format!("on {device}"));
     }
 
     /// Writes a line.
-    pub fn say(&mut self, line: &str) {
+    pub fn print_line(&mut self, line: &str) {
         // A failed write cannot be reported.
         let _ = writeln!(self.out, "{}", printable_lines(line)).and_then(|()| self.out.flush());
     }
@@ -90,7 +90,7 @@ impl<W: Write> Report<W> {
         };
         *count += 1;
         if self.verbose || outcome.is_err() {
-            self.say(&format!("{word} {name} ({ms:.0} ms) {detail}"));
+            self.print_line(&format!("{word} {name} ({ms:.0} ms) {detail}"));
         }
         let worst = outcome.as_ref().ok();
         let case = serde_json::json!({"device": self.device, "case": name, "outcome": word, "detail": detail, "worst": worst, "ms": ms});
@@ -99,7 +99,7 @@ impl<W: Write> Report<W> {
 
     /// Prints the closing line.
     pub fn finish(&mut self) {
-        self.say(&format!("{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped));
+        self.print_line(&format!("{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped));
     }
 
     /// Whether any case has run.

@@ -152,7 +152,7 @@ pub fn conduct<W: Write>(request: &Request, out: W) -> Result<Report<W>> {
         Ok(()) if request.wants(Tested::Cuda) => cuda(&mut report, request, &output)?,
         Ok(()) => {}
         Err(why) if request.require_gpu => return Err(why),
-        Err(why) => report.say(&format!("cuda: skipped ({why})")),
+        Err(why) => report.print_line(&format!("cuda: skipped ({why})")),
     }
     report.finish();
     let has_tried = request.wants(Tested::Cpu) || request.require_gpu;

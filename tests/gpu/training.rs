@@ -162,7 +162,7 @@ pub fn run_engine<D: Kernels>(mut engine: Engine<D>, settings: &Settings, course
     for spec in &specs {
         let mut params = vec![0.0; spec.elems()];
         init_tensor(spec, settings.seed, &mut params);
-        engine.write_state(StatePart::Params, spec.offset_elems, &params)?;
+        engine.write_state(StatePart::PARAMS, spec.offset_elems, &params)?;
     }
     engine.send_weights()?;
     let dataset =
@@ -179,9 +179,10 @@ pub fn run_engine<D: Kernels>(mut engine: Engine<D>, settings: &Settings, course
         reports.push(report);
     }
     engine.flush()?;
-    let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().recipe.numerics.moments);
+    let arrays = engine.plan().optimizer().arrays();
+    let mut digest = StateDigest::new(engine.optimizer_step(), arrays);
     for spec in &specs {
-        for part in StatePart::ALL {
+        for part in arrays.parts() {
             let mut elems = vec![0.0; spec.elems()];
             engine.read_state(part, spec.offset_elems, &mut elems)?;
             digest.update(part, &elems);
@@ -382,7 +383,7 @@ fn digests<D: Kernels>(subject: &Subject<'_, D>, shape: &ModelShape, variant: &V
         require(run.digest == want.digest, || format!("{name}: other state than zero-offload"))?;
     }
     let Counts { speculated, rolled_back, committed, clipped, skipped } = have.counts;
-    let counted = |what: &str, holds: bool| require(holds, || format!("{what}: {:?}", have.counts));
+    let counted = |label: &str, holds: bool| require(holds, || format!("{label}: {:?}", have.counts));
     counted("zero-offload speculated", want.counts.speculated == 0)?;
     // With threads on a busy machine, the verdict on a step of one bucket may arrive together with its gradient (of 30 steps 13 to 29
     // speculated in different runs; on one host none did). With streams in a fixed order, and on a GPU, steps must speculate there, too.
@@ -479,8 +480,8 @@ fn summed_on_the_host<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     let clip = format!("max-grad-norm = {max_norm}\n");
     let (want, _) = train(&format!("strategy = \"zero-offload\"\n{clip}"), false)?;
     for strategy in [SPECULATE, "strategy = \"zero-offload\"\n"] {
-        let [there, here] = [true, false].map(|sums_on_host| train(&format!("{strategy}{clip}"), sums_on_host));
-        let ((have, elems), (on_device, _)) = (there?, here?);
+        let [found, here] = [true, false].map(|sums_on_host| train(&format!("{strategy}{clip}"), sums_on_host));
+        let ((have, elems), (on_device, _)) = (found?, here?);
         require(have.losses() == want.losses() && have.digest == want.digest, || format!("other bits, {strategy}"))?;
         let Counts { committed, clipped, skipped, .. } = have.counts;
         require(committed > 0 && clipped > 0 && skipped > 0, || format!("{:?}", have.counts))?;

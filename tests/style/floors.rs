@@ -1,8 +1,8 @@
 //! The permitted imports between folders of `src/`. Folders of any depth, and files next to them, import each other without cycles.
 //!
 //! An import is a `use` of this crate, or an inline path that starts with `crate`, `super` or `self`, outside of tests. It refers to the
-//! file that defines the name: re-exports are followed. A `pub use` whose name its own file does not need only forwards the name. A file
-//! that refers to its own submodules (`part::name` after `mod part;`) imports nothing.
+//! file that defines the name: re-exports are followed. A `pub use` whose name its own file does not need, or of all names of a module, only
+//! forwards. A file that refers to its own submodules (`part::name` after `mod part;`) imports nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -30,7 +30,7 @@ const FLOORS: [&[&str]; 14] = [
 type Graph = BTreeMap<String, BTreeSet<String>>;
 
 /// Segments of a path from the root of the crate.
-type Segments = Vec<String>;
+pub(super) type Segments = Vec<String>;
 
 struct Module {
     file: String,
@@ -39,9 +39,9 @@ struct Module {
 }
 
 /// One name of a `use`.
-struct Use {
+pub(super) struct Use {
     is_public: bool,
-    path: Segments,
+    pub(super) path: Segments,
     name: String,
 }
 
@@ -67,7 +67,7 @@ fn files_below(folder: &str) -> Vec<(String, String)> {
 }
 
 #[test]
-fn each_complaint_is_heard() {
+fn each_complaint_is_found() {
     let messages =
         |files: &[(&str, &str)]| complaints(&files.iter().map(|(name, text)| (name.to_string(), text.to_string())).collect::<Vec<_>>());
     let lib = ("lib.rs", "mod bucket; mod host; mod engine;");
@@ -92,6 +92,9 @@ fn each_complaint_is_heard() {
     ] {
         assert_eq!(with(host), [""; 0], "{host}");
     }
+    let all = ("engine/mod.rs", "mod a; mod b; pub use a::*; fn f() { 2 * 2 }");
+    let with_all = messages(&[lib, all, a, ("engine/b.rs", "use super::*;"), ("bucket.rs", ""), ("host.rs", "use crate::engine::Step;")]);
+    assert_eq!(with_all, up, "through the re-export of all names");
     let circle =
         messages(&[lib, ("bucket.rs", "use crate::host::H;"), ("host.rs", "mod h; pub use h::H;"), ("host/h.rs", "pub struct H;")]);
     assert_eq!(circle, [""; 0]);
@@ -129,10 +132,10 @@ fn circles_of_folders_are_found_at_any_depth() {
 fn complaints(files: &[(String, String)]) -> Vec<String> {
     let imports = imports(&modules(files));
     let mut complaints: Vec<_> =
-        imports.keys().map(|file| room(file)).filter(|room| floor(room).is_none()).collect::<BTreeSet<_>>().into_iter().collect();
-    complaints.iter_mut().for_each(|room| room.push_str(" stands on no floor"));
+        imports.keys().map(|file| folder(file)).filter(|folder| floor(folder).is_none()).collect::<BTreeSet<_>>().into_iter().collect();
+    complaints.iter_mut().for_each(|folder| folder.push_str(" stands on no floor"));
     let edges = imports.iter().flat_map(|(file, targets)| targets.iter().map(move |target| (file, target)));
-    let up = edges.filter(|(file, target)| floor(&room(file)) < floor(&room(target)));
+    let up = edges.filter(|(file, target)| floor(&folder(file)) < floor(&folder(target)));
     complaints.extend(up.map(|(file, target)| format!("{file} imports {target}, which is on a higher floor")));
     complaints.extend(a_circle(&imports));
     complaints
@@ -159,12 +162,12 @@ fn neighbours(file: &str, target: &str) -> Option<(String, String)> {
     (common < from.len().min(to.len())).then(|| (from[..=common].join("/"), to[..=common].join("/")))
 }
 
-fn room(file: &str) -> String {
+fn folder(file: &str) -> String {
     file.split('/').next().unwrap_or(file).trim_end_matches(".rs").to_owned()
 }
 
-fn floor(room: &str) -> Option<usize> {
-    FLOORS.iter().position(|rooms| rooms.contains(&room))
+fn floor(folder: &str) -> Option<usize> {
+    FLOORS.iter().position(|folders| folders.contains(&folder))
 }
 
 /// A cycle of `graph`, if there is one, starting at its first name.
@@ -225,7 +228,7 @@ fn imports(modules: &BTreeMap<Segments, Module>) -> Graph {
 /// The files that the module at `at` imports.
 fn imported(modules: &BTreeMap<Segments, Module>, at: &Segments) -> BTreeSet<String> {
     let module = &modules[at];
-    let needs = |name: &String| without_uses(&module.tokens).contains(&name);
+    let needs = |name: &String| name != "*" && without_uses(&module.tokens).contains(&name);
     let used = module.uses.iter().filter(|item| !item.is_public || needs(&item.name)).map(|item| item.path.clone());
     let inline = paths(&module.tokens);
     let targets = used.chain(inline).filter_map(|path| absolute(modules, at, &path)).map(|path| file_of(modules, path, 0));
@@ -248,15 +251,35 @@ fn absolute(modules: &BTreeMap<Segments, Module>, at: &Segments, path: &[String]
 fn file_of(modules: &BTreeMap<Segments, Module>, path: Segments, depth: usize) -> String {
     let at = (0..=path.len()).rev().map(|end| &path[..end]).find(|start| modules.contains_key(*start)).expect("lib.rs is the root");
     let (module, rest) = (&modules[at], &path[at.len()..]);
-    let passed_on = rest.first().and_then(|name| module.uses.iter().find(|item| item.name == *name));
-    match passed_on.and_then(|item| absolute(modules, &at.to_vec(), &item.path)) {
+    let target = rest.first().and_then(|name| passed_on(modules, at, name, depth));
+    match target {
         Some(target) if depth < 8 => file_of(modules, [&target, &rest[1..]].concat(), depth + 1),
         _ => module.file.clone(),
     }
 }
 
+/// The absolute path of `name` if the module at `at` imports it, by its name or with all names of a module that has it.
+fn passed_on(modules: &BTreeMap<Segments, Module>, at: &[String], name: &String, depth: usize) -> Option<Segments> {
+    let uses = &modules[at].uses;
+    if let Some(item) = uses.iter().find(|item| item.name == *name) {
+        return absolute(modules, &at.to_vec(), &item.path);
+    }
+    let globs = uses.iter().filter(|item| item.is_public && item.name == "*" && depth < 8);
+    let mut of_all = globs.filter_map(|item| absolute(modules, &at.to_vec(), &item.path)).filter(|target| modules.contains_key(target));
+    of_all.find(|target| defines(&modules[target], name) || passed_on(modules, target, name, depth + 1).is_some()).map(|mut target| {
+        target.push(name.clone());
+        target
+    })
+}
+
+/// Whether an item of the module is called so.
+fn defines(module: &Module, name: &String) -> bool {
+    let kinds = ["struct", "enum", "trait", "fn", "const", "static", "type", "mod"];
+    module.tokens.windows(2).any(|words| kinds.contains(&words[0].as_str()) && words[1] == *name)
+}
+
 /// Identifiers, `::` and other symbols, without comments, strings and characters.
-fn tokens(text: &str) -> Vec<String> {
+pub(super) fn tokens(text: &str) -> Vec<String> {
     let (mut tokens, mut rest) = (Vec::new(), text);
     let after = |text: &str, end: &str| text.find(end).map_or("", |at| &text[at + end.len()..]).len();
     while let Some(first) = rest.chars().next() {
@@ -306,7 +329,7 @@ fn character(text: &str) -> usize {
 }
 
 /// The tokens without test items.
-fn product(tokens: Vec<String>) -> Vec<String> {
+pub(super) fn product(tokens: Vec<String>) -> Vec<String> {
     let (mut kept, mut at) = (Vec::new(), 0);
     while at < tokens.len() {
         let words = tokens[at..].iter().take(7).map(String::as_str).collect::<Vec<_>>().concat();
@@ -331,7 +354,7 @@ fn item(tokens: &[String]) -> usize {
     end.map_or(tokens.len(), |end| if open < 0 { end } else { end + 1 })
 }
 
-fn uses(tokens: &[String]) -> Vec<Use> {
+pub(super) fn uses(tokens: &[String]) -> Vec<Use> {
     let mut uses = Vec::new();
     for at in (0..tokens.len()).filter(|&at| is_use(&tokens[at..])) {
         let is_public = tokens[..at].iter().rev().take_while(|t| !["}", ";", "{", "]"].contains(&t.as_str())).any(|token| token == "pub");
@@ -398,9 +421,9 @@ fn paths(tokens: &[String]) -> Vec<Segments> {
         is_root && is(at + 1, "::") && (at == 0 || !is(at - 1, "::"))
     };
     let path = |at: usize| {
-        tokens[at..].chunks(2).scan(true, |goes_on, pair| {
-            let segment = goes_on.then(|| pair[0].clone());
-            *goes_on = pair.get(1).is_some_and(|token| *token == "::");
+        tokens[at..].chunks(2).scan(true, |is_path, pair| {
+            let segment = is_path.then(|| pair[0].clone());
+            *is_path = pair.get(1).is_some_and(|token| *token == "::");
             segment
         })
     };

@@ -59,6 +59,18 @@ fn literals(code: &str, language: Language) -> Vec<&str> {
     found
 }
 
+/// The Rust code `code` without comments, strings and characters.
+pub(super) fn code_alone(code: &str) -> String {
+    let (mut out, mut rest) = (String::new(), code);
+    while !rest.is_empty() {
+        let (literal, length) = token(rest, Language::Rust);
+        let is_code = literal.is_none() && !rest.starts_with("//") && !rest.starts_with('\'');
+        out.push_str(if is_code { &rest[..length] } else { " " });
+        rest = &rest[length..];
+    }
+    out
+}
+
 /// The string literal that `rest` begins with, and the length of the literal, comment or character that `rest` begins with.
 fn token(rest: &str, language: Language) -> (Option<&str>, usize) {
     let (comment, raw): (&str, &[(&str, &str)]) = match language {
@@ -103,7 +115,7 @@ fn message(literal: &str) -> Option<String> {
 }
 
 /// `code` before its unit tests.
-fn without_tests(code: &str) -> &str {
+pub(super) fn without_tests(code: &str) -> &str {
     let is_module = |at: &usize| code[*at..].lines().nth(1).is_some_and(|line| line.contains("mod ") && line.ends_with('{'));
     let end = code.match_indices("#[cfg(test)]\n").map(|(at, _)| at).find(is_module);
     &code[..end.unwrap_or(code.len())]

@@ -2,7 +2,7 @@
 //! words, and doc comments that do not begin with their subject.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Words of each kind that are counted.
 const COUNTED: [(&str, &[&str]); 3] = [
@@ -14,6 +14,9 @@ const COUNTED: [(&str, &[&str]); 3] = [
 pub(super) const OF_PAGES: [f64; 3] = [2.0, 1.0, 1.0];
 /// Most of them for each 1000 words of comments.
 const OF_COMMENTS: [f64; 3] = [4.0, 1.5, 2.0];
+/// Pages that are counted alone, and folders with pages that are counted together.
+const PAGES: [&str; 3] = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"];
+const FOLDERS: [&str; 8] = ["docs/guide", "docs", "src", "tests", "examples", "paper-figures", "ptx", "resctrl"];
 /// Beginnings of a doc comment that name no subject.
 const HEADLESS: [&str; 7] = ["What", "Whose", "Of its", "As there", "The same", "Those", "That"];
 
@@ -56,6 +59,15 @@ fn prose(page: &str) -> String {
     without(&without(&text, "](", ")", ""), "<", ">", "")
 }
 
+/// Pages in `folder` and in its folders, without the log of measurements.
+fn pages(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).unwrap_or_else(|e| panic!("list {}: {e}", folder.display()));
+    let (folders, files): (Vec<_>, Vec<_>) = entries.map(|entry| entry.unwrap().path()).partition(|path| path.is_dir());
+    let files = files.into_iter().filter(|path| path.extension().is_some_and(|end| end == "md"));
+    let folders = folders.iter().filter(|folder| !folder.ends_with("paper-figures/log"));
+    files.chain(folders.flat_map(|folder| pages(folder))).collect()
+}
+
 /// Comments of the Rust code `text`, a line each, without code in them.
 fn comments(text: &str) -> String {
     let lines = text.lines().filter_map(|line| line.trim_start().strip_prefix("//"));
@@ -75,13 +87,15 @@ fn is_headless(before: &str, line: &str) -> bool {
 fn pages_and_comments_name_their_subjects() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut wrong = Vec::new();
-    for page in ["README.md", "ARCHITECTURE.md"] {
+    for page in PAGES {
         wrong.extend(complaints(page, &prose(&read(&root.join(page))), OF_PAGES));
     }
-    let guide = fs::read_dir(root.join("docs/guide")).unwrap().map(|entry| entry.unwrap().path());
-    let guide: String =
-        guide.filter(|path| path.extension().is_some_and(|end| end == "md")).map(|path| prose(&read(&path)) + "\n").collect();
-    wrong.extend(complaints("docs/guide", &guide, OF_PAGES));
+    for folder in FOLDERS {
+        let pages = pages(&root.join(folder));
+        assert!(!pages.is_empty(), "no page in {folder}");
+        let all: String = pages.iter().map(|path| prose(&read(path)) + "\n").collect();
+        wrong.extend(complaints(folder, &all, OF_PAGES));
+    }
     let sources: Vec<_> = super::sources(root).into_iter().filter(|path| path.starts_with(root.join("src"))).collect();
     let all: String = sources.iter().map(|path| comments(&read(path)) + "\n").collect();
     wrong.extend(complaints("comments in src", &all, OF_COMMENTS));

@@ -44,7 +44,7 @@ class Seen:
         for part in parts:
             self._parts.setdefault(part.weights.dtype, []).append(part)
         self._there = [link.peek(torch.cat([part.sample for part in parts])) for parts in self._parts.values()]
-        self._arrived = link.mark()
+        self._arrived = link.brought()
 
     def changed(self) -> set[Member]:
         """Return the parameters whose weights differ from their state. Their state must be the one after the last step."""

@@ -75,8 +75,13 @@ class CudaLink:
         return event
 
     def peek(self, weights: torch.Tensor) -> torch.Tensor:
-        """Start a copy of a few weights to pinned host memory. The copy is done when the next event of `mark` has passed."""
-        return weights.to("cpu", non_blocking=True)
+        """Start a copy of a few weights to pinned host memory, which is done when the next event of `brought` has passed. Not on the device's
+        stream: it would wait for the copies of gradients, and the work behind it as well."""
+        self.down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.down):
+            there = weights.to("cpu", non_blocking=True)
+        weights.record_stream(self.down)
+        return there
 
     def send(self, pairs: Pairs, after: Any) -> torch.cuda.Event:
         """Copy to the device, not before the event `after`, if given. Returns an event that passes when the copies are done."""
@@ -102,6 +107,9 @@ class Instant:
 
     def synchronize(self) -> None:
         pass
+
+    def query(self) -> bool:
+        return True
 
     def elapsed_time(self, later: Instant) -> float:
         return 1e3 * (later.at - self.at)

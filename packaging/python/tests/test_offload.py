@@ -23,6 +23,7 @@ except ImportError as error:
 
 from superoffload import _cpu_adam
 from superoffload._link import PlainLink
+from superoffload._offload import _wait
 from superoffload.torch import CPUAdamW, OffloadAdamW
 
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
@@ -365,7 +366,7 @@ class Later:
     """An event that passes when a future has its result."""
 
     def __init__(self, future):
-        self.synchronize = future.result
+        self.synchronize, self.query = future.result, future.done
 
 
 class SlowLink(PlainLink):
@@ -453,6 +454,54 @@ class Copies(unittest.TestCase):
             other.zero_grad()
             self.assertEqual(weight_bits(ours), weight_bits(theirs))
         self.assertEqual(bits(mine), bits(other))
+
+
+    def test_states_that_are_stepped_at_once_have_the_same_bits(self):
+        """Clipped steps update from no to all states in the pass that makes the weights."""
+        clipped = {"max_grad_norm": 1.0}
+        want, _ = run(lambda own: on_cpu(own, **clipped), steps=30, dtype=torch.bfloat16)
+        counts = set()
+
+        def fixed(late):
+            def wait(now):
+                _wait(now)
+                return late(len(counts))
+
+            return wait
+
+        class Counted(OffloadAdamW):
+            def _make_final(self, *args):
+                counts.add(self._at_once)
+                super()._make_final(*args)
+
+        for late in (lambda _: 0, lambda _: 5, lambda _: 1000, lambda seen: 7 * (seen % 2)):
+            with mock.patch("superoffload._offload._wait", fixed(late)):
+                make = lambda own: Counted(own, **{**HYPER, "bucket_mib": SMALL, "install_early": EARLY, **clipped})  # noqa: E731
+                self.assertEqual(run(make, steps=30, dtype=torch.bfloat16)[0], want)
+        self.assertGreater(len(counts), 5)
+
+    def test_the_worker_commits_while_it_waits_for_gradients(self):
+        committed = []
+
+        class Watched(OffloadAdamW):
+            def _catch_up(self):
+                """Leave all buckets to the time of the next gradients."""
+
+            def _commit_until(self, event):
+                before = len(self._behind)
+                super()._commit_until(event)
+                committed.append(before - len(self._behind))
+
+        class SlowGradients(SlowLink):
+            def bring(self, target, gradient, after):
+                self.down.submit(time.sleep, 0.01)
+                super().bring(target, gradient, after)
+
+        with mock.patch("superoffload._offload.link_to", lambda _: SlowGradients()):
+            make = lambda own: Watched(own, **{**HYPER, "bucket_mib": SMALL, "install_early": EARLY, "max_grad_norm": 500.0})  # noqa: E731
+            got, _ = run(make, steps=8)
+        self.assertEqual(got, run(on_cpu, steps=8)[0])
+        self.assertGreater(sum(committed), 0)
 
 
 class Speculation(unittest.TestCase):

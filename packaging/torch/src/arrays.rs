@@ -102,6 +102,6 @@ impl Arrays {
 
 /// The error for overlapping arrays of two parameters, or of one.
 pub(crate) fn shared((one, other): (usize, usize)) -> PyErr {
-    let whose = if one == other { format!("arrays of parameter {one}") } else { format!("parameters {one} and {other}") };
-    PyValueError::new_err(format!("step: {whose} share memory: weights, gradient and state need separate memory; use .clone()"))
+    let arrays = if one == other { format!("arrays of parameter {one}") } else { format!("parameters {one} and {other}") };
+    PyValueError::new_err(format!("step: {arrays} share memory: weights, gradient and state need separate memory; use .clone()"))
 }

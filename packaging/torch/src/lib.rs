@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use superoffload::internals::engine::{SpeculationHistory, Verdict};
-use superoffload::internals::optim::{AdamHyper, AdamKernels, BLOCK, Isa};
+use superoffload::internals::optim::{AdamHyper, AdamKernels, BLOCK, ClipMemory, ClipRule, Isa};
 use superoffload::internals::units::{ClipScale, NormSq};
 use tensor::{Addresses, Formats, Span, Tensor};
 
@@ -77,7 +77,8 @@ mod _cpu_adam {
     #[pyfunction]
     fn verdict(squares: f64, saw_nonfinite: bool, max_grad_norm: f64) -> (f64, Option<f32>) {
         let norm = NormSq(squares).norm(1.0);
-        let scale = match Verdict::new(norm, saw_nonfinite, max_grad_norm) {
+        let rule = ClipRule::GlobalNorm { max_norm: max_grad_norm };
+        let scale = match Verdict::new(norm, saw_nonfinite, rule, &mut ClipMemory::default()) {
             Verdict::Commit => Some(1.0),
             Verdict::Clip(scale) => Some(scale.0),
             Verdict::SkipNonFinite => None,
@@ -131,15 +132,24 @@ mod _cpu_adam {
 
         /// Steps the state as `before.commit(scale)` does, then does the work of `speculate`, in one pass over memory.
         fn commit_then_speculate(&self, py: Python<'_>, before: &Self, scale: f32) -> PyResult<()> {
-            if !self.request.follows(&before.request) {
-                return Err(PyValueError::new_err("commit_then_speculate: the previous step has other arrays"));
-            }
-            self.run(py, PassKind::CommitThenSpeculate { before: before.request.clone(), scale })
+            let before = self.after(before, "commit_then_speculate")?;
+            self.run(py, PassKind::CommitThenSpeculate { before, scale })
+        }
+
+        /// Steps the state as `before.commit(scale)` does, and computes the gradients' sums of squares, in one pass.
+        fn commit_then_sums(&self, py: Python<'_>, before: &Self, scale: f32) -> PyResult<()> {
+            let before = self.after(before, "commit_then_sums")?;
+            self.run(py, PassKind::CommitThenSums { before, scale })
         }
 
         /// Writes the new weights of a step with gradients times `scale`. The state is unchanged.
         fn weights(&self, py: Python<'_>, scale: f32) -> PyResult<()> {
             self.run(py, PassKind::Weights { scale })
+        }
+
+        /// Steps the state with gradients times `scale`, and writes the new weights.
+        fn step(&self, py: Python<'_>, scale: f32) -> PyResult<()> {
+            self.run(py, PassKind::StepAtOnce { scale })
         }
 
         /// Steps the state with gradients times `scale`. The weights are unchanged.
@@ -156,6 +166,14 @@ mod _cpu_adam {
     impl Update {
         pub(crate) fn of(tensors: Vec<Tensor>, kernels: AdamKernels, threads: usize) -> Self {
             Self { request: Arc::new(Request::new(tensors, kernels)), threads }
+        }
+
+        /// The request of the previous step, which must have the same state arrays.
+        fn after(&self, before: &Self, operation: &str) -> PyResult<Arc<Request>> {
+            if self.request.follows(&before.request) {
+                return Ok(before.request.clone());
+            }
+            Err(PyValueError::new_err(format!("{operation}: the previous step has other arrays")))
         }
 
         fn run(&self, py: Python<'_>, kind: PassKind) -> PyResult<()> {

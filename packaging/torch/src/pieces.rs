@@ -37,15 +37,15 @@ pub(crate) struct Request {
 
 impl Request {
     pub(crate) fn new(tensors: Vec<Tensor>, kernels: AdamKernels) -> Self {
-        let (mut parts, mut pieces, mut partials, mut room) = (Vec::new(), Vec::new(), 0, 0);
+        let (mut parts, mut pieces, mut partials, mut left) = (Vec::new(), Vec::new(), 0, 0);
         for (tensor, elems) in tensors.iter().map(|tensor| tensor.elems).enumerate() {
             for start in (0..elems).step_by(PIECE_ELEMS) {
                 let elems = start..elems.min(start + PIECE_ELEMS);
-                if elems.len() > room {
+                if elems.len() > left {
                     pieces.push(parts.len()..parts.len());
-                    room = PIECE_ELEMS;
+                    left = PIECE_ELEMS;
                 }
-                room -= elems.len();
+                left -= elems.len();
                 let blocks = elems.len().div_ceil(BLOCK);
                 parts.push(Part { tensor, elems, first_partial: partials });
                 partials += blocks;
@@ -96,25 +96,33 @@ impl Request {
     }
 }
 
-/// Partial sums of all requests in the flat order.
-fn sums_of<'a>(requests: &[&'a Request]) -> Vec<((usize, usize), Vec<f32>)> {
-    let read = |sums: &'a [AtomicU32]| sums.iter().map(|bits| f32::from_bits(bits.load(Ordering::Relaxed))).collect();
-    let mut sums: Vec<_> = requests.iter().flat_map(|request| request.sums()).map(|(place, sums)| (place, read(sums))).collect();
-    sums.sort_by_key(|&(place, _)| place);
+/// Partial sums of all requests in the flat order, each slice with its position.
+fn in_order<'a>(requests: &[&'a Request]) -> Vec<((usize, usize), &'a [AtomicU32])> {
+    let mut sums: Vec<_> = requests.iter().flat_map(|request| request.sums()).collect();
+    sums.sort_unstable_by_key(|&(place, _)| place);
     sums
+}
+
+/// Adds the partial sums of one part.
+fn add(sum: NormSq, partials: &[AtomicU32]) -> NormSq {
+    let mut values = [0.0; PIECE_ELEMS / BLOCK];
+    for (value, bits) in values.iter_mut().zip(partials) {
+        *value = f32::from_bits(bits.load(Ordering::Relaxed));
+    }
+    fold(sum, &values[..partials.len()])
 }
 
 /// The sum of squares over the gradients of all requests.
 pub(crate) fn squares_of(requests: &[&Request]) -> NormSq {
-    sums_of(requests).iter().fold(NormSq(0.0), |sum, (_, partials)| fold(sum, partials))
+    in_order(requests).iter().fold(NormSq(0.0), |sum, (_, partials)| add(sum, partials))
 }
 
 /// The sum of squares of each parameter's gradient, by parameter index.
 pub(crate) fn squares_by_parameter(requests: &[&Request]) -> BTreeMap<usize, f64> {
     let mut by_parameter = BTreeMap::new();
-    for ((index, _), partials) in sums_of(requests) {
+    for ((index, _), partials) in in_order(requests) {
         let sum = by_parameter.entry(index).or_insert(0.0);
-        *sum = fold(NormSq(*sum), &partials).0;
+        *sum = add(NormSq(*sum), partials).0;
     }
     by_parameter
 }
@@ -126,11 +134,15 @@ pub(crate) enum PassKind {
     Speculate,
     /// Steps the state with the gradients of `before` times `scale`, then does the work of `Speculate`.
     CommitThenSpeculate { before: Arc<Request>, scale: f32 },
+    /// Steps the state with the gradients of `before` times `scale`, and computes sums of squares.
+    CommitThenSums { before: Arc<Request>, scale: f32 },
     /// Writes the weights of a step with gradients times `scale`. The state is unchanged.
     Weights { scale: f32 },
     /// Steps the state with gradients times `scale`. The weights are unchanged.
     Commit { scale: f32 },
-    /// Steps state and weights with gradients times `scale`.
+    /// Steps the state with gradients times `scale`, and writes the new weights.
+    StepAtOnce { scale: f32 },
+    /// Takes changes of the weights into the state; then does the work of `StepAtOnce`.
     Step { scale: f32 },
     /// Writes the weights of the current state.
     Emit,
@@ -180,8 +192,13 @@ unsafe impl Job for Pass {
                         request.sum_squares(part);
                         tensor.commit_then_speculate(kernels, &before.tensors[part.tensor], *scale, &part.elems);
                     }
+                    PassKind::CommitThenSums { before, scale } => {
+                        request.sum_squares(part);
+                        before.tensors[part.tensor].commit(kernels, *scale, &part.elems);
+                    }
                     PassKind::Weights { scale } => tensor.speculate(kernels, *scale, &part.elems),
                     PassKind::Commit { scale } => tensor.commit(kernels, *scale, &part.elems),
+                    PassKind::StepAtOnce { scale } => tensor.step(kernels, *scale, &part.elems),
                     PassKind::Step { scale } => {
                         tensor.take_changes(&part.elems);
                         tensor.step(kernels, *scale, &part.elems);

@@ -28,7 +28,7 @@ impl OwnPool {
         Ok(Self { threads, bell, process: std::process::id() })
     }
 
-    fn is_here(&self) -> bool {
+    fn is_of_this_process(&self) -> bool {
         self.process == std::process::id()
     }
 
@@ -45,7 +45,7 @@ impl OwnPool {
 
 impl Drop for OwnPool {
     fn drop(&mut self) {
-        if self.is_here() {
+        if self.is_of_this_process() {
             // SAFETY: this is the only place that drops the threads, and it runs once.
             unsafe { ManuallyDrop::drop(&mut self.threads) };
         }
@@ -59,7 +59,7 @@ pub(crate) fn run(pass: Pass, threads: usize) -> Result<()> {
         return Ok(());
     }
     POOLS.with_borrow_mut(|pools| {
-        pools.retain(|_, pool| pool.is_here());
+        pools.retain(|_, pool| pool.is_of_this_process());
         let pool = match pools.entry(threads) {
             Entry::Occupied(pool) => pool.into_mut(),
             Entry::Vacant(place) => place.insert(OwnPool::start(threads)?),

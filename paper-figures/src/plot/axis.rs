@@ -34,9 +34,9 @@ impl Axis {
 
     /// Position of `value`.
     pub fn place(&self, value: f64) -> f64 {
-        let share =
+        let fraction =
             if self.is_log { (value / self.low).ln() / (self.high / self.low).ln() } else { (value - self.low) / (self.high - self.low) };
-        self.from + (self.to - self.from) * share.clamp(0.0, 1.0)
+        self.from + (self.to - self.from) * fraction.clamp(0.0, 1.0)
     }
 
     /// Position of the base of bars.

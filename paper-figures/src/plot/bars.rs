@@ -22,21 +22,21 @@ pub fn draw(picture: &mut Picture, frame: &Frame<'_>) {
     let (curves, plot, area) = (&frame.curves[..], frame.plot, frame.area);
     let y = axis(curves, plot, area);
     vertical_axis(picture, &y, &plot.y, area);
-    let is_here = |category: &&str| heights(curves, category).next().is_some();
-    let categories: Vec<_> = frame.categories.iter().map(String::as_str).filter(is_here).collect();
-    let room = (RIGHT - LEFT) / categories.len().max(1) as f64;
+    let has_bars = |category: &&str| heights(curves, category).next().is_some();
+    let categories: Vec<_> = frame.categories.iter().map(String::as_str).filter(has_bars).collect();
+    let slot = (RIGHT - LEFT) / categories.len().max(1) as f64;
     let fullest = categories.iter().map(|category| heights(curves, category).count()).max().unwrap_or(1);
-    let width = (room * FILLED / fullest.max(1) as f64).min(WIDEST);
-    let names: Vec<_> = categories.iter().map(|category| wrapped(category, ((room / CHAR) as usize).max(4))).collect();
+    let width = (slot * FILLED / fullest.max(1) as f64).min(WIDEST);
+    let names: Vec<_> = categories.iter().map(|category| wrapped(category, ((slot / CHAR) as usize).max(4))).collect();
     for (index, (category, lines)) in categories.iter().zip(&names).enumerate() {
-        let middle = LEFT + (index as f64 + 0.5) * room;
+        let middle = LEFT + (index as f64 + 0.5) * slot;
         group(picture, heights(curves, category).collect(), (middle, width), &y);
         for (line, text) in lines.iter().enumerate() {
             picture.text((middle, area.bottom + 14.0 + 16.0 * line as f64), text, BODY - 1.0, Anchor::Middle);
         }
     }
     if has_numbers(curves, width) {
-        numbers(picture, curves, &categories, (room, width), &y);
+        numbers(picture, curves, &categories, (slot, width), &y);
     }
     let lines = names.iter().map(Vec::len).max().unwrap_or(0);
     picture.text(((LEFT + RIGHT) / 2.0, area.bottom + 16.0 + 16.0 * lines as f64), plot.x.clone(), BODY, Anchor::Middle);
@@ -71,10 +71,10 @@ fn has_numbers(curves: &[Curve], width: f64) -> bool {
     values.all(|text| text_size(&text, NUMBER).0 <= width)
 }
 
-fn numbers(picture: &mut Picture, curves: &[Curve], categories: &[&str], (room, width): (f64, f64), axis: &Axis) {
+fn numbers(picture: &mut Picture, curves: &[Curve], categories: &[&str], (slot, width): (f64, f64), axis: &Axis) {
     for (index, category) in categories.iter().enumerate() {
         let bars: Vec<_> = heights(curves, category).collect();
-        for (left, (_, value)) in lefts(bars.len(), (LEFT + (index as f64 + 0.5) * room, width)).zip(bars) {
+        for (left, (_, value)) in lefts(bars.len(), (LEFT + (index as f64 + 0.5) * slot, width)).zip(bars) {
             picture.text((left + width / 2.0, axis.place(value) - 8.0), axis::label(value), NUMBER, Anchor::Middle);
         }
     }

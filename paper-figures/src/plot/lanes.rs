@@ -28,7 +28,7 @@ const KINDS: [&str; 10] =
 
 /// Lanes of copies, and the largest gap between two copies that are drawn as one, as a fraction of the panel's time.
 const LINKS: [&str; 2] = ["to the host", "to the device"];
-const COPY_GAP_SHARE: f64 = 1.0 / 100.0;
+const COPY_GAP_FRACTION: f64 = 1.0 / 100.0;
 /// Note on the merged boxes.
 const NOTE: &str = "Copies less than 1 % of a panel apart are one box: there the link is in use, not full.";
 
@@ -69,7 +69,7 @@ pub fn panels(figure: &Figure) -> Result<Vec<Panel>> {
 fn joined(mut lanes: Vec<(String, Vec<LaneSpan>)>) -> Vec<(String, Vec<LaneSpan>)> {
     let end_ms = lanes.iter().flat_map(|(_, spans)| spans).map(|span| span.end_ms).fold(0.0, f64::max);
     for (_, spans) in lanes.iter_mut().filter(|(lane, _)| LINKS.contains(&lane.as_str())) {
-        *spans = timeline::merged(std::mem::take(spans), COPY_GAP_SHARE * end_ms);
+        *spans = timeline::merged(std::mem::take(spans), COPY_GAP_FRACTION * end_ms);
     }
     lanes
 }
@@ -97,13 +97,13 @@ pub fn draw(picture: &mut Picture, panels: &[Panel], plot: &Plot) {
             kinds.push(&span.kind);
         }
     }
-    let room = ((HEIGHT - BELOW - TOP) / panels.len().max(1) as f64).min(HIGHEST);
-    picture.height = TOP + room * panels.len().max(1) as f64 + BELOW;
+    let panel_height = ((HEIGHT - BELOW - TOP) / panels.len().max(1) as f64).min(HIGHEST);
+    picture.height = TOP + panel_height * panels.len().max(1) as f64 + BELOW;
     let longest_ms = panels.iter().filter_map(Panel::end_ms).reduce(f64::max).filter(|_| plot.one_scale);
     for (index, panel) in panels.iter().enumerate() {
         let end_ms = longest_ms.or(panel.end_ms());
         let time = Axis::of(end_ms.into_iter(), false, LEFT, PANEL_RIGHT).up_to(end_ms);
-        draw_panel(picture, panel, (TOP + index as f64 * room, room), (&time, &plot.x));
+        draw_panel(picture, panel, (TOP + index as f64 * panel_height, panel_height), (&time, &plot.x));
     }
     let entries = kinds.iter().map(|kind| (colour_of(kind), *kind)).chain([(idle(), "idle: nothing runs")]);
     let mut at = (RIGHT + 58.0, TOP + HEAD + 8.0);
@@ -128,11 +128,11 @@ fn idle() -> Colour {
     tint(GREY, 0.35)
 }
 
-fn draw_panel(picture: &mut Picture, panel: &Panel, (top, room): (f64, f64), (time, unit): (&Axis, &str)) {
+fn draw_panel(picture: &mut Picture, panel: &Panel, (top, panel_height): (f64, f64), (time, unit): (&Axis, &str)) {
     // The lane ends with its last span, because space after it would look like idle time.
     let right = panel.end_ms().map_or(PANEL_RIGHT, |end_ms| time.place(end_ms));
     picture.text((20.0, top + HEAD / 2.0), panel.name.clone(), BODY, Anchor::Start);
-    let height = (room - HEAD - FOOT) / panel.lanes.len().max(1) as f64;
+    let height = (panel_height - HEAD - FOOT) / panel.lanes.len().max(1) as f64;
     for (index, (lane, spans)) in panel.lanes.iter().enumerate() {
         let y = top + HEAD + index as f64 * height;
         picture.rectangle((LEFT, y + 2.0), (right, y + height - 2.0), idle());
@@ -143,7 +143,7 @@ fn draw_panel(picture: &mut Picture, panel: &Panel, (top, room): (f64, f64), (ti
             draw_span(picture, corners, colour_of(&span.kind), panel.origin);
         }
     }
-    let floor = top + room - FOOT;
+    let floor = top + panel_height - FOOT;
     picture.line(&[(LEFT, floor), (PANEL_RIGHT, floor)], INK, 1.0);
     let ticks = if panel.origin == Origin::Paper { Vec::new() } else { time.ticks() };
     for tick in ticks {

@@ -35,9 +35,9 @@ pub fn colour(index: usize) -> Colour {
     PALETTE[index % PALETTE.len()]
 }
 
-/// Mixes `colour` with the page; `share` is the fraction of `colour`.
-pub fn tint(colour: Colour, share: f64) -> Colour {
-    let mix = |ink: u8, page: u8| (f64::from(ink) * share + f64::from(page) * (1.0 - share)).round() as u8;
+/// Mixes `colour` with the page; `fraction` is the fraction of `colour`.
+pub fn tint(colour: Colour, fraction: f64) -> Colour {
+    let mix = |ink: u8, page: u8| (f64::from(ink) * fraction + f64::from(page) * (1.0 - fraction)).round() as u8;
     (mix(colour.0, PAPER.0), mix(colour.1, PAPER.1), mix(colour.2, PAPER.2))
 }
 

@@ -194,8 +194,8 @@ mod tests {
     #[test]
     fn a_line_is_as_wide_whichever_way_it_runs() {
         for width in [1.0, 2.0] {
-            let shares = [0.0, 10.0, 30.0, 45.0, 60.0, 80.0, 90.0].map(|degrees| ink(degrees, width) / (width * PIXELS * PIXELS));
-            assert!(shares.iter().all(|share| (share / shares[0] - 1.0).abs() < 0.1), "{width} points wide: {shares:.2?}");
+            let fractions = [0.0, 10.0, 30.0, 45.0, 60.0, 80.0, 90.0].map(|degrees| ink(degrees, width) / (width * PIXELS * PIXELS));
+            assert!(fractions.iter().all(|fraction| (fraction / fractions[0] - 1.0).abs() < 0.1), "{width} points wide: {fractions:.2?}");
         }
     }
 }

@@ -114,7 +114,7 @@ fn prepare_join_restore() -> Vec<String> {
 /// Runs as a trainer without privileges: three threads join `group`, and all other changes are rejected. Waits to be killed.
 pub fn as_trainer(group: &str) -> ExitCode {
     let group = GroupPath::control(group).unwrap();
-    let report = |line: String| crate::say(&line);
+    let report = |line: String| crate::print_line(&line);
     let tree = Tree::open(Path::new(ROOT)).unwrap();
     let refused = |outcome: std::io::Result<()>| outcome.unwrap_err().to_string();
     report(format!("the trainer may not change limits: {}", refused(fs::write(format!("{ROOT}/{group}/schemata"), "L3:0=fff\n"))));
@@ -231,7 +231,7 @@ pub fn move_and_wait(tids: &[String]) -> ExitCode {
     session.create(&adam).unwrap();
     session.add_cpus(&adam, &"0-2".parse().unwrap()).unwrap();
     session.move_tasks(&adam, &tids).unwrap();
-    crate::say("moved");
+    crate::print_line("moved");
     std::thread::sleep(Duration::from_secs(60));
     ExitCode::SUCCESS
 }

@@ -21,26 +21,26 @@ fn main() -> ExitCode {
         _ => {}
     }
     if std::env::var_os("SUPEROFFLOAD_GUEST").is_none() {
-        say("not told that this is a guest: nothing is checked (see resctrl/README.md)");
+        print_line("not told that this is a guest: nothing is checked (see resctrl/README.md)");
         return ExitCode::SUCCESS;
     }
     let mut failed = 0;
     for (name, case) in cases::CASES {
         match std::panic::catch_unwind(case) {
             Ok(seen) => {
-                say(&format!("ok     {name}"));
-                seen.iter().for_each(|line| say(&format!("         {line}")));
+                print_line(&format!("ok     {name}"));
+                seen.iter().for_each(|line| print_line(&format!("         {line}")));
             }
             Err(_) => {
-                say(&format!("FAILED {name}"));
+                print_line(&format!("FAILED {name}"));
                 failed += 1;
             }
         }
     }
-    say(&format!("{} cases, {failed} failed", cases::CASES.len()));
+    print_line(&format!("{} cases, {failed} failed", cases::CASES.len()));
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn say(line: &str) {
+fn print_line(line: &str) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }

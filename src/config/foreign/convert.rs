@@ -59,7 +59,7 @@ impl Converted {
             return Ok(this);
         }
         for entry in entries.iter().filter(|entry| entry.node.value != NodeValue::Null) {
-            let fate = rules::own(program, entry, entries).unwrap_or_else(|| as_here(entry));
+            let fate = rules::own(program, entry, entries).unwrap_or_else(|| by_alias(entry));
             let fate = this.checked(fate, document, entry);
             this.rows.push(ConvertedKey { key: entry.key.clone(), value: shown(&entry.node), fate });
         }
@@ -70,8 +70,8 @@ impl Converted {
     /// Adds the other program's defaults that differ from the defaults here, for keys that the file does not set.
     fn add_defaults(&mut self, entries: &[DocumentEntry]) {
         for (_, flag, value) in rules::DEFAULTS.iter().filter(|(of, ..)| *of == self.program) {
-            let is_said = |name: &str| self.flags.iter().any(|(flag, _)| flag == name);
-            if is_said(flag) || *flag == "num-train-epochs" && is_said("max-steps") {
+            let is_set = |name: &str| self.flags.iter().any(|(flag, _)| flag == name);
+            if is_set(flag) || *flag == "num-train-epochs" && is_set("max-steps") {
                 continue;
             }
             let value = match (value.parse(), value.parse()) {
@@ -167,7 +167,7 @@ fn written(value: &NodeValue) -> String {
 }
 
 /// The fate of a key without a rule of its own in the program's file: its meaning on the command line.
-fn as_here(entry: &DocumentEntry) -> Fate {
+fn by_alias(entry: &DocumentEntry) -> Fate {
     match file::translate(&file::known_keys(), entry) {
         Ok(Meaning::Set(name, node)) => Fate::Used(vec![set(&name, node.value)], String::new()),
         Ok(Meaning::Ignored(line)) => {

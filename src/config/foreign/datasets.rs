@@ -70,10 +70,10 @@ fn one(entries: &[DocumentEntry], paths: &mut Vec<DocumentNode>, columns: &mut V
     }
 }
 
-/// Maps the column `theirs` of the data to the column `ours`.
-fn set_column(columns: &mut Vec<String>, ours: &str, theirs: &str) -> Option<String> {
-    let pair = format!("{ours}={theirs}");
-    if ours != theirs && !columns.contains(&pair) {
+/// Maps the column `foreign_name` of the data to the column `own_name`.
+fn set_column(columns: &mut Vec<String>, own_name: &str, foreign_name: &str) -> Option<String> {
+    let pair = format!("{own_name}={foreign_name}");
+    if own_name != foreign_name && !columns.contains(&pair) {
         columns.push(pair);
     }
     None
@@ -138,9 +138,9 @@ impl LlamaFactoryData {
         if entry["ranking"] == true {
             return Err(format!("{name}: preference training is not available"));
         }
-        for (theirs, column) in entry["columns"].as_object().into_iter().flatten() {
-            if let (Some(ours), Some(column)) = (column_of(theirs), column.as_str()) {
-                set_column(columns, ours, column);
+        for (foreign_name, column) in entry["columns"].as_object().into_iter().flatten() {
+            if let (Some(own_name), Some(column)) = (column_of(foreign_name), column.as_str()) {
+                set_column(columns, own_name, column);
             }
         }
         let file = entry["file_name"].as_str().map(|file| self.dir.join(file).display().to_string());
@@ -149,9 +149,9 @@ impl LlamaFactoryData {
     }
 }
 
-/// The column name here for LLaMA-Factory's column `theirs`.
-fn column_of(theirs: &str) -> Option<&'static str> {
-    match theirs {
+/// The column name here for LLaMA-Factory's column `foreign_name`.
+fn column_of(foreign_name: &str) -> Option<&'static str> {
+    match foreign_name {
         "prompt" => Some("instruction"),
         "query" => Some("input"),
         "response" => Some("output"),

@@ -173,8 +173,8 @@ fn deepspeed(node: &DocumentNode) -> Fate {
         "gradient_clipping" => Some("max-grad-norm"),
         _ => None,
     };
-    let is_said = |entry: &&DocumentEntry| !["auto", ""].contains(&entry.node.text().as_str());
-    let flags: Vec<_> = entries.iter().filter(is_said).filter_map(|entry| Some(set(flag(&entry.key)?, entry.node.value.clone()))).collect();
+    let is_set = |entry: &&DocumentEntry| !["auto", ""].contains(&entry.node.text().as_str());
+    let flags: Vec<_> = entries.iter().filter(is_set).filter_map(|entry| Some(set(flag(&entry.key)?, entry.node.value.clone()))).collect();
     let why = "the plan places optimizer states; --strategy, --weights and --gpus change the placement";
     if flags.is_empty() { Fate::Ignored(why.into()) } else { Fate::Used(flags, why.into()) }
 }

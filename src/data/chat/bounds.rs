@@ -40,12 +40,12 @@ pub(super) fn check_source(source: &str) -> Result<(), String> {
         elifs += usize::from(tag.is_elif);
         if tag.tokens > TAG_TOKENS_MAX || elifs > ELIFS_MAX {
             let line = 1 + source[..done + at].matches('\n').count();
-            let what = if elifs > ELIFS_MAX {
+            let cause = if elifs > ELIFS_MAX {
                 format!("more than {ELIFS_MAX} tags of elif")
             } else {
                 format!("more than {TAG_TOKENS_MAX} words and signs in one tag")
             };
-            return Err(format!("the chat template, line {line}: {what}"));
+            return Err(format!("the chat template, line {line}: {cause}"));
         }
         done += at + tag.bytes;
         rest = &source[done..];

@@ -41,7 +41,9 @@ const COMPARISONS: [(&[&str], Compare); 4] = [
 
 /// Adds the filters, tests and functions of this module to `environment`.
 pub(super) fn add(environment: &mut Environment<'static>) {
-    NOT_OF_JINJA.iter().for_each(|name| environment.remove_filter(name));
+    for name in &NOT_OF_JINJA {
+        environment.remove_filter(name);
+    }
     environment.add_filter("tojson", to_json);
     environment.add_filter("format", format_percents);
     environment.add_filter("int", to_int);

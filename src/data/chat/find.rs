@@ -28,13 +28,13 @@ pub(crate) struct RecordFlags<'a> {
 
 impl RecordFlags<'_> {
     /// The rules for reading records with a model in `dir`. A template is loaded only where a flag names one or the data needs one, as
-    /// `asks_for_template` decides; plain text needs none.
+    /// `needs_template` decides; plain text needs none.
     ///
     /// # Errors
     /// `Usage` for a flag that makes no sense; `Io` and `Format` for a template that is there and cannot be used.
-    pub(crate) fn rules(&self, dir: Option<&ModelDir>, asks_for_template: impl FnOnce(&RecordRules) -> bool) -> Result<RecordRules> {
+    pub(crate) fn rules(&self, dir: Option<&ModelDir>, needs_template: impl FnOnce(&RecordRules) -> bool) -> Result<RecordRules> {
         let rules = self.plain_rules()?;
-        let rules = RecordRules { has_answers: asks_for_template(&rules), ..rules };
+        let rules = RecordRules { has_answers: needs_template(&rules), ..rules };
         let needs_template = self.template.is_some() || self.template_name.is_some() || rules.has_answers;
         if needs_template { self.with_template(rules, dir) } else { Ok(rules) }
     }
@@ -45,8 +45,8 @@ impl RecordFlags<'_> {
     /// `Usage` for a flag that makes no sense.
     pub(crate) fn plain_rules(&self) -> Result<RecordRules> {
         let pair = |pair: &String| {
-            let named = pair.split_once('=').filter(|(ours, theirs)| !ours.is_empty() && !theirs.is_empty());
-            let named = named.map(|(ours, theirs)| (ours.to_string(), theirs.to_string()));
+            let named = pair.split_once('=').filter(|(own_name, foreign_name)| !own_name.is_empty() && !foreign_name.is_empty());
+            let named = named.map(|(own_name, foreign_name)| (own_name.to_string(), foreign_name.to_string()));
             named.ok_or_else(|| Error::usage(format!("--columns {pair}: expected OURS=THEIRS, such as messages=chat")))
         };
         let columns = self.columns.iter().map(pair).collect::<Result<_>>()?;

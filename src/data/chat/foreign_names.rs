@@ -19,7 +19,7 @@ enum NamePlace {
 enum NameVerdict {
     Refused,
     /// The run warns once.
-    Told,
+    Remarked,
 }
 
 /// One name.
@@ -34,7 +34,7 @@ struct ForeignName {
 }
 
 use NamePlace::{Column, Key, Role};
-use NameVerdict::{Refused, Told};
+use NameVerdict::{Refused, Remarked};
 
 const MEDIA: &str = "only text is trained, and a placeholder in the text is trained as text";
 const PREFERENCE: &str = "preference training is not available here";
@@ -50,44 +50,44 @@ const fn name(place: NamePlace, name: &'static str, verdict: NameVerdict, source
 const NAMES: &[ForeignName] = &[
     name(Column, "functions", Refused, "OpenAI", "the column `tools` holds the schemas, each as {\"type\": \"function\", \"function\": SCHEMA}"),
     name(Column, "mask", Refused, "NVIDIA NeMo", "--train-on and `train` of a message select the trained messages; leave the column out"),
-    name(Column, "images", Told, "ms-swift, LLaMA-Factory, TRL", MEDIA),
-    name(Column, "image", Told, "TRL", MEDIA),
-    name(Column, "videos", Told, "ms-swift, LLaMA-Factory", MEDIA),
-    name(Column, "video", Told, "ms-swift", MEDIA),
-    name(Column, "audios", Told, "ms-swift, LLaMA-Factory", MEDIA),
-    name(Column, "audio", Told, "ms-swift", MEDIA),
-    name(Column, "objects", Told, "ms-swift", MEDIA),
-    name(Column, "chosen", Told, "TRL, LLaMA-Factory, axolotl", PREFERENCE),
-    name(Column, "rejected", Told, "TRL, LLaMA-Factory, axolotl", PREFERENCE),
-    name(Column, "rejected_response", Told, "ms-swift", PREFERENCE),
-    name(Column, "kto_tag", Told, "LLaMA-Factory", "unwanted answers would be trained like all other answers"),
-    name(Column, "label", Told, "TRL, ms-swift", "unwanted answers would be trained like all other answers"),
-    name(Column, "history", Told, "LLaMA-Factory, ms-swift", "earlier turns are only read beside `instruction` and `output`"),
-    name(Column, "system_prompt", Told, "OpenOrca, axolotl", "--columns system=system_prompt reads it"),
-    name(Column, "documents", Told, "transformers", "chat templates receive no documents here"),
-    name(Column, "weight", Told, "record weights", WEIGHTS),
-    name(Column, "sample_weight", Told, "record weights", WEIGHTS),
-    name(Column, "loss_weight", Told, "record weights", WEIGHTS),
-    name(Column, "position_ids", Told, "TRL, axolotl", BOUNDARIES),
-    name(Column, "seq_lengths", Told, "TRL", BOUNDARIES),
+    name(Column, "images", Remarked, "ms-swift, LLaMA-Factory, TRL", MEDIA),
+    name(Column, "image", Remarked, "TRL", MEDIA),
+    name(Column, "videos", Remarked, "ms-swift, LLaMA-Factory", MEDIA),
+    name(Column, "video", Remarked, "ms-swift", MEDIA),
+    name(Column, "audios", Remarked, "ms-swift, LLaMA-Factory", MEDIA),
+    name(Column, "audio", Remarked, "ms-swift", MEDIA),
+    name(Column, "objects", Remarked, "ms-swift", MEDIA),
+    name(Column, "chosen", Remarked, "TRL, LLaMA-Factory, axolotl", PREFERENCE),
+    name(Column, "rejected", Remarked, "TRL, LLaMA-Factory, axolotl", PREFERENCE),
+    name(Column, "rejected_response", Remarked, "ms-swift", PREFERENCE),
+    name(Column, "kto_tag", Remarked, "LLaMA-Factory", "unwanted answers would be trained like all other answers"),
+    name(Column, "label", Remarked, "TRL, ms-swift", "unwanted answers would be trained like all other answers"),
+    name(Column, "history", Remarked, "LLaMA-Factory, ms-swift", "earlier turns are only read beside `instruction` and `output`"),
+    name(Column, "system_prompt", Remarked, "OpenOrca, axolotl", "--columns system=system_prompt reads it"),
+    name(Column, "documents", Remarked, "transformers", "chat templates receive no documents here"),
+    name(Column, "weight", Remarked, "record weights", WEIGHTS),
+    name(Column, "sample_weight", Remarked, "record weights", WEIGHTS),
+    name(Column, "loss_weight", Remarked, "record weights", WEIGHTS),
+    name(Column, "position_ids", Remarked, "TRL, axolotl", BOUNDARIES),
+    name(Column, "seq_lengths", Remarked, "TRL", BOUNDARIES),
     name(Key, "function_call", Refused, "OpenAI", "the key `tool_calls` holds a list of calls, each as {\"type\": \"function\", \"function\": CALL}"),
     name(Key, "train_detail", Refused, "axolotl", "parts of a message cannot be left out here"),
     name(Key, "mask", Refused, "NVIDIA NeMo", "`train` selects whether a message is trained"),
     name(Key, "token_loss_mask", Refused, "NeMo RL", "`train` selects whether a message is trained"),
-    name(Key, "images", Told, "ms-swift, TRL", MEDIA),
-    name(Key, "image", Told, "ms-swift", MEDIA),
-    name(Key, "videos", Told, "ms-swift", MEDIA),
-    name(Key, "video", Told, "ms-swift", MEDIA),
-    name(Key, "audios", Told, "ms-swift", MEDIA),
-    name(Key, "audio", Told, "OpenAI, ms-swift", MEDIA),
-    name(Key, "refusal", Told, "OpenAI", "not part of the answer here: only `content` is trained"),
-    name(Role, "tool_call", Told, "ms-swift", NOT_AN_ANSWER),
-    name(Role, "function_call", Told, "ShareGPT", NOT_AN_ANSWER),
-    name(Role, "model", Told, "Gemma", NOT_AN_ANSWER),
-    name(Role, "gpt", Told, "ShareGPT", NOT_AN_ANSWER),
-    name(Role, "ai", Told, "LangChain", NOT_AN_ANSWER),
-    name(Role, "chatgpt", Told, "ShareGPT", NOT_AN_ANSWER),
-    name(Role, "CHATBOT", Told, "Cohere", NOT_AN_ANSWER),
+    name(Key, "images", Remarked, "ms-swift, TRL", MEDIA),
+    name(Key, "image", Remarked, "ms-swift", MEDIA),
+    name(Key, "videos", Remarked, "ms-swift", MEDIA),
+    name(Key, "video", Remarked, "ms-swift", MEDIA),
+    name(Key, "audios", Remarked, "ms-swift", MEDIA),
+    name(Key, "audio", Remarked, "OpenAI, ms-swift", MEDIA),
+    name(Key, "refusal", Remarked, "OpenAI", "not part of the answer here: only `content` is trained"),
+    name(Role, "tool_call", Remarked, "ms-swift", NOT_AN_ANSWER),
+    name(Role, "function_call", Remarked, "ShareGPT", NOT_AN_ANSWER),
+    name(Role, "model", Remarked, "Gemma", NOT_AN_ANSWER),
+    name(Role, "gpt", Remarked, "ShareGPT", NOT_AN_ANSWER),
+    name(Role, "ai", Remarked, "LangChain", NOT_AN_ANSWER),
+    name(Role, "chatgpt", Remarked, "ShareGPT", NOT_AN_ANSWER),
+    name(Role, "CHATBOT", Remarked, "Cohere", NOT_AN_ANSWER),
 ];
 
 /// Columns of media, which a table may hold in bytes: their values are not read, only that they are there.
@@ -108,7 +108,7 @@ pub(in crate::data) fn is_media(name: &str) -> bool {
 /// # Errors
 /// For a column with which the record's text would be wrong.
 pub(super) fn of_columns(columns: &Map<String, Value>, is_read: impl Fn(&str) -> bool) -> Result<Vec<String>, String> {
-    let mut remarks = output(Column, |name| columns.get(name).is_some_and(|value| says_something(value) && !is_read(name)))
+    let mut remarks = output(Column, |name| columns.get(name).is_some_and(|value| has_content(value) && !is_read(name)))
         .map_err(ForeignName::sentence)?;
     if columns.get("attention_mask").and_then(Value::as_array).is_some_and(|mask| mask.iter().any(|value| value == 0)) {
         remarks.push(
@@ -123,7 +123,7 @@ pub(super) fn of_columns(columns: &Map<String, Value>, is_read: impl Fn(&str) ->
 /// # Errors
 /// For a key with which the message's text would be wrong, in words that follow the message's name.
 pub(super) fn of_message(message: &Value) -> Result<Vec<String>, String> {
-    let keys = output(Key, |name| says_something(&message[name])).map_err(ForeignName::of_its_message)?;
+    let keys = output(Key, |name| has_content(&message[name])).map_err(ForeignName::of_its_message)?;
     let roles = output(Role, |name| message["role"] == name).map_err(ForeignName::of_its_message)?;
     Ok(keys.into_iter().chain(roles).collect())
 }
@@ -132,9 +132,9 @@ pub(super) fn of_message(message: &Value) -> Result<Vec<String>, String> {
 ///
 /// # Errors
 /// The first one that is refused.
-fn output(place: NamePlace, is_there: impl Fn(&str) -> bool) -> Result<Vec<String>, &'static ForeignName> {
-    let there = NAMES.iter().filter(|known| known.place == place && is_there(known.name));
-    there.map(|known| if known.verdict == Refused { Err(known) } else { Ok(known.sentence()) }).collect()
+fn output(place: NamePlace, is_present: impl Fn(&str) -> bool) -> Result<Vec<String>, &'static ForeignName> {
+    let present = NAMES.iter().filter(|known| known.place == place && is_present(known.name));
+    present.map(|known| if known.verdict == Refused { Err(known) } else { Ok(known.sentence()) }).collect()
 }
 
 impl ForeignName {
@@ -159,7 +159,7 @@ impl ForeignName {
 }
 
 /// Whether a value differs from the empty values that tables fill in.
-fn says_something(value: &Value) -> bool {
+fn has_content(value: &Value) -> bool {
     match value {
         Value::Null => false,
         Value::String(text) => !text.is_empty(),

@@ -1,7 +1,7 @@
 //! Templates that take the stack, memory or time of the process that compiles and renders them, or make the engine panic: each is an
 //! error in a line.
 
-use super::tests::{elsewhere, turn};
+use super::tests::{in_sandbox, turn};
 use crate::signals::StopFlag;
 use serde_json::json;
 
@@ -16,7 +16,7 @@ fn expect(cases: &[(String, &str)]) {
     let chat = json!({"messages": [turn("user", "a"), turn("assistant", "b")]});
     let mut wrong = Vec::new();
     for (source, words) in cases {
-        let outcome = elsewhere(source, &chat, &StopFlag::default());
+        let outcome = in_sandbox(source, &chat, &StopFlag::default());
         let refused = outcome.map_or_else(|e| e.to_string(), |_| "the chat template is rendered".into());
         if !words.split(" | ").any(|words| refused.contains(words)) || refused.contains('\n') {
             wrong.push(format!("{}: {refused}", source.chars().take(60).collect::<String>()));

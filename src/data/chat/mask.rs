@@ -78,8 +78,8 @@ impl Conversation {
             }
             TrainOn::Last => answers.last().copied().into_iter().collect(),
         };
-        let says_no = |message: &Value| message["train"] == false || message["weight"].as_f64() == Some(0.0);
-        requested.into_iter().filter(|&turn| !says_no(&self.messages[turn])).collect()
+        let is_excluded = |message: &Value| message["train"] == false || message["weight"].as_f64() == Some(0.0);
+        requested.into_iter().filter(|&turn| !is_excluded(&self.messages[turn])).collect()
     }
 
     fn by_common_prefix(

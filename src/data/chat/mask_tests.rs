@@ -33,11 +33,11 @@ fn all_trained(template: &str, train_on: TrainOn, record: &Value) -> String {
 
 #[test]
 fn an_excluded_message_is_not_trained_beside_others() {
-    let (ask, good) = (turn("user", "ask"), turn("assistant", "good"));
+    let (question, good) = (turn("user", "ask"), turn("assistant", "good"));
     for bad in untrained(turn("assistant", "bad")) {
-        let in_a_row = chat(&[ask.clone(), bad.clone(), good.clone()]);
-        let apart = chat(&[ask.clone(), bad.clone(), ask.clone(), good.clone()]);
-        let twice = chat(&[ask.clone(), bad.clone(), bad.clone(), good.clone()]);
+        let in_a_row = chat(&[question.clone(), bad.clone(), good.clone()]);
+        let apart = chat(&[question.clone(), bad.clone(), question.clone(), good.clone()]);
+        let twice = chat(&[question.clone(), bad.clone(), bad.clone(), good.clone()]);
         for record in [&in_a_row, &apart, &twice] {
             for train_on in [TrainOn::Auto, TrainOn::Assistant, TrainOn::Last] {
                 assert_eq!(all_trained(LAST_THINKS, train_on, record), "()good;", "{train_on:?} {record}");
@@ -50,7 +50,7 @@ fn an_excluded_message_is_not_trained_beside_others() {
             }
         }
         assert_eq!(all_trained(LAST_THINKS, TrainOn::All, &apart), "<user>ask;|<user>ask;|()good;");
-        let last = chat(&[ask.clone(), good.clone(), ask.clone(), bad]);
+        let last = chat(&[question.clone(), good.clone(), question.clone(), bad]);
         assert_eq!(all_trained(LAST_THINKS, TrainOn::Auto, &last), "()good;");
         assert_eq!(all_trained(LAST_THINKS, TrainOn::Last, &last), "");
         assert_eq!(all_trained(MARKS, TrainOn::Auto, &last), "good|;");
@@ -87,12 +87,12 @@ fn a_template_that_would_have_a_prompt_trained_is_refused() {
     let chat = chat(&[turn("system", "s"), turn("user", "a"), turn("assistant", "b")]);
     let (otherwise, within) =
         ("the chat template renders it differently when an answer follows", "the chat template has it within {% generation %}");
-    let says_nothing_of_users = "{{ messages|length }}{% for m in messages %}{% if m.role != 'user' %}<{{ m.role }}>{{ m.content }};{% endif %}\
+    let omits_users = "{{ messages|length }}{% for m in messages %}{% if m.role != 'user' %}<{{ m.role }}>{{ m.content }};{% endif %}\
         {% endfor %}";
     let counts_behind = "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}{{ messages|length }}\
         {% if add_generation_prompt %}<assistant>{% endif %}";
     for (source, how) in [
-        (says_nothing_of_users, otherwise),
+        (omits_users, otherwise),
         (&PLAIN.replace("<{{ m.role }}>", "{{ messages|length }}<{{ m.role }}>"), otherwise),
         (&PLAIN.replace("<{{ m.role }}>", "{% if m.role == 'assistant' %}!{% endif %}<{{ m.role }}>"), otherwise),
         (&counts_behind.replace("<{{ m.role }}>", "{{ messages|length }}<{{ m.role }}>"), otherwise),

@@ -62,10 +62,10 @@ fn of_text(state: &mut State, text: &str, method: &str, args: &[Value]) -> Resul
         "removeprefix" => from_args(args).map(|(prefix,): (&str,)| text.strip_prefix(prefix).unwrap_or(text).into())?,
         "removesuffix" => from_args(args).map(|(suffix,): (&str,)| text.strip_suffix(suffix).unwrap_or(text).into())?,
         "find" | "rfind" | "index" | "rindex" => find(text, method, args)?,
-        "count" if args.len() > 1 => part(text, args).map(|(part, what, _)| part.matches(what).count().into())?,
+        "count" if args.len() > 1 => part(text, args).map(|(part, wanted, _)| part.matches(wanted).count().into())?,
         "startswith" | "endswith" if args.len() > 1 => {
-            let (part, what, _) = part(text, args)?;
-            if method == "endswith" { part.ends_with(what).into() } else { part.starts_with(what).into() }
+            let (part, wanted, _) = part(text, args)?;
+            if method == "endswith" { part.ends_with(wanted).into() } else { part.starts_with(wanted).into() }
         }
         "strip" | "lstrip" | "rstrip" if args.iter().all(Value::is_none) => stripped(text, method).into(),
         "splitlines" => {
@@ -192,7 +192,7 @@ fn partition(text: &str, from_right: bool, args: &[Value]) -> Result<Value, Erro
 
 /// The part of `text` between two places in characters, the pattern to find in it, and the beginning of the part.
 fn part<'a>(text: &'a str, args: &'a [Value]) -> Result<(&'a str, &'a str, usize), Error> {
-    let (what, start, end): (&str, Option<i64>, Option<i64>) = from_args(args)?;
+    let (wanted, start, end): (&str, Option<i64>, Option<i64>) = from_args(args)?;
     let chars = text.chars().count();
     let place = |place: i64| match usize::try_from(place) {
         Ok(place) => place.min(chars),
@@ -200,16 +200,16 @@ fn part<'a>(text: &'a str, args: &'a [Value]) -> Result<(&'a str, &'a str, usize
     };
     let Range { start, end } = start.map_or(0, place)..end.map_or(chars, place);
     let byte = |place: usize| text.char_indices().nth(place).map_or(text.len(), |(at, _)| at);
-    Ok((if start <= end { &text[byte(start)..byte(end)] } else { "" }, what, start))
+    Ok((if start <= end { &text[byte(start)..byte(end)] } else { "" }, wanted, start))
 }
 
 fn find(text: &str, method: &str, args: &[Value]) -> Result<Value, Error> {
-    let (part, what, start) = part(text, args)?;
-    let at = if method.starts_with('r') { part.rfind(what) } else { part.find(what) };
+    let (part, wanted, start) = part(text, args)?;
+    let at = if method.starts_with('r') { part.rfind(wanted) } else { part.find(wanted) };
     match at {
         Some(at) => Ok((start + part[..at].chars().count()).into()),
         None if method.ends_with("find") => Ok((-1).into()),
-        None => Err(invalid(format!("{method}: {what:?} is not in the text"))),
+        None => Err(invalid(format!("{method}: {wanted:?} is not in the text"))),
     }
 }
 

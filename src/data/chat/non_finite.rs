@@ -18,8 +18,8 @@ pub(super) fn without(line: &str, is_read: impl Fn(&str) -> bool) -> Result<Stri
             rest = &rest[word.len()..];
             continue;
         }
-        let here = if first == '"' { text_bytes(rest) } else { first.len_utf8() };
-        let (part, after) = rest.split_at(here);
+        let token_bytes = if first == '"' { text_bytes(rest) } else { first.len_utf8() };
+        let (part, after) = rest.split_at(token_bytes);
         match first {
             '{' | '[' => depth += 1,
             '}' | ']' => depth = depth.saturating_sub(1),

@@ -133,7 +133,7 @@ fn comparable_within(a: &Value, b: &Value, depth: usize) -> Result<(), Error> {
         (Some(a), Some(b)) if a == b && a < 2 => Ok(()),
         (Some(of_a), Some(of_b)) if of_a == of_b && depth > 0 => {
             let differing = a.try_iter()?.zip(b.try_iter()?).find(|(a, b)| a != b);
-            differing.map_or(Ok(()), |(a, b)| comparable_within(&a, &b, depth - 1))
+            if let Some((a, b)) = differing { comparable_within(&a, &b, depth - 1) } else { Ok(()) }
         }
         _ => Err(invalid(format!("values of type {} and {} have no order", a.kind(), b.kind()))),
     }

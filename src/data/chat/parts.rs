@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 /// Roles that templates know.
 const ROLES: [&str; 4] = ["system", "user", "assistant", "tool"];
 /// Two texts that no template holds.
-const ASKED: [&str; 2] = ["superoffload-one", "superoffload-two"];
+const PART_TEXTS: [&str; 2] = ["superoffload-one", "superoffload-two"];
 
 /// For each role whether the template goes over the parts of content, as far as it was asked: without tools, and with tools.
 #[derive(Default)]
@@ -26,7 +26,7 @@ fn writes_parts(template: &ChatTemplate, variables: &Map<String, Value>, has_too
     let function = json!({"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}});
     let tools = has_tools.then(|| json!([{"type": "function", "function": function}]));
     let part = |text: &str| json!({"type": "text", "text": text});
-    let requested = json!({"role": role, "content": ASKED.map(part), "name": "f", "tool_call_id": "call00000"});
+    let requested = json!({"role": role, "content": PART_TEXTS.map(part), "name": "f", "tool_call_id": "call00000"});
     let user = json!({"role": "user", "content": "a"});
     let call = json!({"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}});
     let messages = match role {
@@ -37,7 +37,7 @@ fn writes_parts(template: &ChatTemplate, variables: &Map<String, Value>, has_too
     };
     let template = template.for_tools(tools.as_ref());
     let text = template.renderings(&messages, tools.as_ref())?.given(variables)?.whole()?.text;
-    let between = text.split_once(ASKED[0]).and_then(|(_, rest)| rest.split_once(ASKED[1]));
+    let between = text.split_once(PART_TEXTS[0]).and_then(|(_, rest)| rest.split_once(PART_TEXTS[1]));
     Ok(between.is_some_and(|(between, _)| !between.contains(['"', '\''])))
 }
 

@@ -151,7 +151,7 @@ impl RecordRules {
     fn decides(&self, name: &str) -> bool {
         let beside = ["tools", "system", "input", "history", "labels", "chat_template_kwargs"].iter().chain(&ids::MASKS);
         let known = || DataFormat::COLUMNS.iter().flat_map(|(_, columns)| columns.iter()).chain(beside).any(|column| *column == name);
-        self.columns.values().any(|theirs| theirs == name) || known()
+        self.columns.values().any(|foreign_name| foreign_name == name) || known()
     }
 
     /// The content of the record `line` of a file of `format`.
@@ -241,9 +241,9 @@ impl RecordRules {
         }
         let mut columns = self.columns_of(line)?;
         // All are taken before the first is put down: two may have each other's name.
-        let mut take = |(ours, theirs): (&String, &String)| {
-            let value = columns.remove(theirs).ok_or_else(|| format!("no column {theirs:?}, which --columns names"))?;
-            Ok::<_, String>((ours.clone(), value))
+        let mut take = |(own_name, foreign_name): (&String, &String)| {
+            let value = columns.remove(foreign_name).ok_or_else(|| format!("no column {foreign_name:?}, which --columns names"))?;
+            Ok::<_, String>((own_name.clone(), value))
         };
         let renamed: Vec<_> = self.columns.iter().map(&mut take).collect::<Result<_, _>>()?;
         columns.extend(renamed);
@@ -283,14 +283,14 @@ impl ReadRecord<'_> {
     }
 
     fn messages(&self, name: &str, remarks: &mut BTreeSet<String>) -> Result<Vec<Value>, String> {
-        let theirs = self.their_name(name);
-        let list = self.columns[name].as_array().ok_or_else(|| format!("`{theirs}` is not a list of messages"))?;
+        let foreign_name = self.their_name(name);
+        let list = self.columns[name].as_array().ok_or_else(|| format!("`{foreign_name}` is not a list of messages"))?;
         if list.is_empty() {
-            return Err(format!("`{theirs}` is empty"));
+            return Err(format!("`{foreign_name}` is empty"));
         }
         let mut read = |(idx, message): (usize, &Value)| {
             let read = message::read(message, |role| self.takes_parts(role));
-            let ReadMessage { message, remarks: found } = read.map_err(|cause| format!("message {idx} of `{theirs}` {cause}"))?;
+            let ReadMessage { message, remarks: found } = read.map_err(|cause| format!("message {idx} of `{foreign_name}` {cause}"))?;
             remarks.extend(found);
             Ok::<_, String>(message)
         };

@@ -204,9 +204,9 @@ fn history_comes_before_the_instruction() {
         let refused = samples(PLAIN, &with(odd)).unwrap_err();
         assert_eq!(refused, "`history` is not a list of pairs, each a question and its answer");
     }
-    let mut elsewhere = chat(&json!({"role": "assistant", "content": "b"}));
-    elsewhere["history"] = json!([["a", "b"]]);
-    assert!(remarks(PLAIN, &elsewhere).contains("column `history` (of LLaMA-Factory, ms-swift) is not read"));
+    let mut foreign = chat(&json!({"role": "assistant", "content": "b"}));
+    foreign["history"] = json!([["a", "b"]]);
+    assert!(remarks(PLAIN, &foreign).contains("column `history` (of LLaMA-Factory, ms-swift) is not read"));
 }
 
 #[test]

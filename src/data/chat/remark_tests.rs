@@ -69,8 +69,8 @@ fn a_template_without_an_end_is_one_warning() {
     let (texts, message) = trained(&records, &ROLES.replace("<|", "[").replace("|>", "]"));
     assert_eq!(texts, ["yes", "no", "yes\n"]);
     let remedy = "use --chat-template FILE with a template that writes \"<|endoftext|>\" after each answer";
-    let what = "1: has an answer after which no end token is trained, as 3 of 3 records do: the model does not learn to stop";
-    assert_eq!(message, [format!("{what}; {remedy}")]);
+    let remark = "1: has an answer after which no end token is trained, as 3 of 3 records do: the model does not learn to stop";
+    assert_eq!(message, [format!("{remark}; {remedy}")]);
     let (_, message) = trained(&records, &ROLES.replace("{{ m.content }}", "{{ m.content }}<|endoftext|>\n"));
     assert!(message.is_empty(), "{message:?}");
     let marked = ROLES.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}<|endoftext|>");
@@ -83,8 +83,8 @@ fn tokens_across_the_end_of_a_prompt_are_trained_and_counted() {
     let records = [record("The mood is ", "positive"), record("The mood is:\n", "positive"), record("a ", "positive")];
     let (texts, message) = trained(&records, ROLES);
     assert_eq!(texts, [" positive<|endoftext|>", "positive<|endoftext|>", " positive<|endoftext|>"]);
-    let what = "1: has a token that begins in the prompt and ends in the answer, as 2 of 3 records do";
-    assert_eq!(message, [format!("{what}; such tokens are trained: 2")]);
+    let remark = "1: has a token that begins in the prompt and ends in the answer, as 2 of 3 records do";
+    assert_eq!(message, [format!("{remark}; such tokens are trained: 2")]);
     let spaced = ROLES.replace("|>\n", "|> ");
     let chats = [chat(&[turn("user", "a"), turn("assistant", "positive"), turn("user", "b"), turn("assistant", "positive")])];
     let (texts, message) = trained(&chats, &spaced);

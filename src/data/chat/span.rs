@@ -27,7 +27,7 @@ impl TurnSpans<'_> {
         }
         let before = renderings.render(turn, self.is_answer(turn))?.text;
         let start = common_prefix(&before, until);
-        if start < before.len() && !self.asks_otherwise(renderings, turn, until, &before)? {
+        if start < before.len() && !self.prompt_differs(renderings, turn, until, &before)? {
             return self.behind(renderings, turn, until, &before);
         }
         Ok(self.begun(turn, start, until, &before[start..]))
@@ -44,7 +44,7 @@ impl TurnSpans<'_> {
     }
 
     /// Whether `until` is as `before` up to where the latter asks for answer `turn`: the two differ in how the answer begins alone.
-    fn asks_otherwise(&self, renderings: &mut Renderings<'_>, turn: usize, until: &str, before: &str) -> Result<bool, String> {
+    fn prompt_differs(&self, renderings: &mut Renderings<'_>, turn: usize, until: &str, before: &str) -> Result<bool, String> {
         let start = common_prefix(before, until);
         if start == 0 || !self.is_answer(turn) {
             return Ok(false);
@@ -65,13 +65,13 @@ impl TurnSpans<'_> {
             let (_, end) = *probe::marks(&marked).last()?;
             text.strip_suffix(&marked[end..]).map(str::len)
         };
-        let asks = self.is_answer(turn);
-        let ends = end(turn, asks, before).zip(end(turn + 1, false, until));
+        let is_answer = self.is_answer(turn);
+        let ends = end(turn, is_answer, before).zip(end(turn + 1, false, until));
         let (before_end, until_end) = ends.ok_or_else(|| untold(turn))?;
         let (prompt, answer) = (&before[before_end..], &until[until_end..]);
         let shared = common_prefix(prompt, answer);
         let span = self.begun(turn, until_end + shared, until, &prompt[shared..]);
-        if shared == prompt.len() || !asks {
+        if shared == prompt.len() || !is_answer {
             return Ok(span);
         }
         let front = renderings.render(turn, false)?.text;

@@ -64,7 +64,7 @@ fn all_samples_of_a_conversation_are_on_one_side() {
         assert!(note.starts_with(&format!("held out 4 of 12 records ({} of 30 documents), ", held_out.len())), "{note}");
     }
     let refused = split(&records[3..4], "2", 1, false).unwrap_err();
-    assert!(refused.starts_with("--eval-split 2: none would be left to train on: the data has 1 records"), "{refused}");
+    assert!(refused.starts_with("--eval-split 2: none would be left to train on: the data has 1 record"), "{refused}");
 }
 
 #[test]

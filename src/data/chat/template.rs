@@ -96,7 +96,9 @@ impl ChatTemplate {
     /// Sets `eos_token` to `token`, the end of text in use, which is known once the tokenizer is read. The first call counts.
     pub(in crate::data) fn end_with(&self, token: &str) {
         self.end_token.get_or_init(|| token.into());
-        self.tool_use.iter().for_each(|template| template.end_with(token));
+        if let Some(template) = &self.tool_use {
+            template.end_with(token);
+        }
     }
 
     /// The template, ready to be rendered.
@@ -134,7 +136,8 @@ impl ChatTemplate {
         if answered.ends_with(WORD) { requested.strip_prefix(&answered).map(String::from) } else { None }
     }
 
-    /// A conversation of one user message, `prompt`, up to the point where the model begins to answer. `variables` are those of all records.
+    /// A conversation of one user message, `prompt`, up to the point where the model begins to answer. `variables` are those of all
+    /// records.
     ///
     /// # Errors
     /// As [`Renderings::given`] and [`Renderings::render`].
@@ -221,7 +224,9 @@ impl Renderings<'_> {
     /// As [`Self::render`].
     pub(super) fn render_with(&mut self, turns: usize, prompts: bool, replacements: &[(usize, Json)]) -> Result<Rendered, String> {
         let (mut context, mut messages) = (self.context.clone(), self.messages[..turns].to_vec());
-        replacements.iter().for_each(|(turn, message)| messages[*turn] = template_value(message));
+        for (turn, message) in replacements {
+            messages[*turn] = template_value(message);
+        }
         context.insert("messages".into(), messages.into());
         context.insert("add_generation_prompt".into(), prompts.into());
         let template = self.environment.get_template(NAME).map_err(|e| cause(&e))?;
@@ -249,11 +254,11 @@ impl Renderings<'_> {
 
 /// The template's error as one line.
 fn cause(error: &Error) -> String {
-    let what = error.detail().map_or_else(|| error.kind().to_string(), String::from).replace('\n', " ");
+    let cause = error.detail().map_or_else(|| error.kind().to_string(), String::from).replace('\n', " ");
     let limit = if error.kind() == ErrorKind::OutOfFuel { " (it loops for ever, or makes too much text)" } else { "" };
     match error.line() {
-        Some(line) => format!("the chat template, line {line}: {what}{limit}"),
-        None => format!("the chat template: {what}{limit}"),
+        Some(line) => format!("the chat template, line {line}: {cause}{limit}"),
+        None => format!("the chat template: {cause}{limit}"),
     }
 }
 

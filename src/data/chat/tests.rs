@@ -169,7 +169,8 @@ fn answers_are_trained_and_a_message_may_exclude_itself() {
 
 #[test]
 fn columns_may_have_each_others_names() {
-    let columns = [("prompt", "completion"), ("completion", "prompt")].map(|(ours, theirs)| (ours.into(), theirs.into()));
+    let columns =
+        [("prompt", "completion"), ("completion", "prompt")].map(|(own_name, foreign_name)| (own_name.into(), foreign_name.into()));
     let rules = RecordRules { columns: columns.into(), ..RecordRules::default() };
     let record = json!({"prompt": "bc", "completion": "a"}).to_string();
     let Ok(Content::Completed(sample)) = rules.read(rules.detect(&record).unwrap(), &record) else { panic!("{record}") };
@@ -181,8 +182,8 @@ fn an_answer_that_is_written_otherwise_later_is_a_sample_of_its_own() {
     let template = "{% for m in messages %}<{{ m.role }}>{% if loop.last and m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }};\
         {% endfor %}{% if add_generation_prompt %}<assistant>(){% endif %}";
     let answer = |content: &str| json!({"role": "assistant", "content": content, "thinking": "hm"});
-    let ask = json!({"role": "user", "content": "a"});
-    let chat = json!({"messages": [ask, answer("b"), ask, answer("d")]});
+    let question = json!({"role": "user", "content": "a"});
+    let chat = json!({"messages": [question, answer("b"), question, answer("d")]});
     // The prompt opens and closes the block that the answer fills.
     assert_eq!(trained(template, TrainOn::Auto, &chat).unwrap(), [["hm)b;"], ["hm)d;"]]);
 }
@@ -299,7 +300,7 @@ fn an_answer_is_trained_from_its_first_token_on() {
 }
 
 /// The ids of bytes of `record`, by a sandbox that has the template `source`.
-pub(super) fn elsewhere(source: &str, record: &Value, stop: &StopFlag) -> crate::error::Result<Vec<Done>> {
+pub(super) fn in_sandbox(source: &str, record: &Value, stop: &StopFlag) -> crate::error::Result<Vec<Done>> {
     let rules = RecordRules { template_file: "t.jinja".into(), ..rules(source, TrainOn::Auto) };
     let tokenizer = Tokenizer::bytes_with(None, AddBos::No, rules.into())?;
     let record = record.to_string();
@@ -310,7 +311,7 @@ pub(super) fn elsewhere(source: &str, record: &Value, stop: &StopFlag) -> crate:
 #[test]
 fn a_long_record_may_take_so_much_in_all_and_is_stopped_at_once() {
     let turns = |count: usize| (0..count).map(|n| turn(["user", "assistant"][n % 2], "a")).collect::<Vec<_>>();
-    let read = |count: usize, stop: &StopFlag| elsewhere(PLAIN, &json!({"messages": turns(count)}), stop).map(|_| ());
+    let read = |count: usize, stop: &StopFlag| in_sandbox(PLAIN, &json!({"messages": turns(count)}), stop).map(|_| ());
     read(500, &StopFlag::default()).unwrap();
     let refused = read(20_000, &StopFlag::default()).unwrap_err().to_string();
     assert!(refused.starts_with("chat.jsonl: the chat template takes too long for 20000 messages"), "{refused}");

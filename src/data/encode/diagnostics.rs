@@ -47,11 +47,17 @@ struct Counted {
 impl RecordSamples {
     pub(in crate::data) fn write(&self, writer: &mut MessageWriter) {
         let RecordRemarks { is_unasked, crossing, loses_reasoning, is_endless, ref sentences } = self.remarks;
-        [is_unasked.into(), crossing, loses_reasoning.into(), is_endless.into()].into_iter().for_each(|number| writer.number(number));
+        for number in [is_unasked.into(), crossing, loses_reasoning.into(), is_endless.into()] {
+            writer.number(number);
+        }
         writer.number(sentences.len());
-        sentences.iter().for_each(|sentence| writer.text(sentence));
+        for sentence in sentences {
+            writer.text(sentence);
+        }
         writer.number(self.samples.len());
-        self.samples.iter().for_each(|sample| writer.ids(sample));
+        for sample in &self.samples {
+            writer.ids(sample);
+        }
     }
 
     pub(in crate::data) fn read(parts: &mut MessageReader<'_>) -> Option<Self> {
@@ -89,7 +95,9 @@ impl Remarks {
         self.crossing += remarks.crossing;
         self.loses_reasoning.count(remarks.loses_reasoning, place);
         self.endless.count(remarks.is_endless, place);
-        remarks.sentences.iter().for_each(|sentence| self.sentences.add(sentence.clone(), place));
+        for sentence in &remarks.sentences {
+            self.sentences.add(sentence.clone(), place);
+        }
     }
 
     /// The warnings, of `all` records; `end` is the name of the token that ends a text.

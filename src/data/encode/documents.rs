@@ -205,7 +205,9 @@ impl<S: Sink> Documents<S> {
     pub(in crate::data) fn finish(mut self) -> Result<DocumentTotals<S>> {
         if let (OpenText::Separated, Some(separator)) = (self.text, self.separator) {
             self.write(&[separator])?;
-            self.source_ends.last_mut().into_iter().for_each(|end| *end += 1);
+            if let Some(end) = self.source_ends.last_mut() {
+                *end += 1;
+            }
         }
         let Self { sink, tokens, documents, records, largest, source_ends, untrained, skipped, first_skipped, remarks, .. } = self;
         Ok(DocumentTotals { sink, tokens, documents, records, largest, source_ends, untrained, skipped, first_skipped, remarks })

@@ -115,10 +115,10 @@ impl<'a> Encoder<'a> {
     /// When the consumer of encoded text has stopped.
     pub(in crate::data) fn push(&mut self, mut text: &str) -> Result<()> {
         while !text.is_empty() {
-            let (here, rest) = text.split_at(floor_boundary(text, self.sizes.piece));
+            let (piece, rest) = text.split_at(floor_boundary(text, self.sizes.piece));
             text = rest;
             let Some(reading) = &mut self.reading else { return Ok(()) };
-            reading.pending.push_str(here);
+            reading.pending.push_str(piece);
             while let Some(job) = self.reading.as_mut().and_then(|reading| reading.next_piece(self.sizes)) {
                 self.add(EncodeWork::Piece(job))?;
             }

@@ -34,7 +34,7 @@ pub(in crate::data) fn hold_records(files: &[&Path], rules: &RecordRules) -> Res
 }
 
 /// Whether the first record of one of `files` may go through a chat template. An unreadable file may: reading it later reports the cause.
-pub(crate) fn asks_for_template(files: &[PathBuf], rules: &RecordRules) -> bool {
+pub(crate) fn needs_template(files: &[PathBuf], rules: &RecordRules) -> bool {
     files.iter().any(|path| format(path, rules).map_or(true, |format| format.is_some_and(DataFormat::has_answers)))
 }
 
@@ -89,17 +89,17 @@ fn for_each_row(path: &Path, _: &RecordRules, _: &StopFlag, _: &mut dyn FnMut(u6
 }
 
 fn for_each_of(path: &Path, mut parts: impl RecordParts, mut each: impl FnMut(u64, &str) -> Result<bool>) -> Result<()> {
-    let (mut reader, mut goes_on) = (TextReader::open(path)?, true);
-    let mut give = |goes_on: &mut bool, line: u64, record: &str| {
-        *goes_on = *goes_on && (record.trim().is_empty() || each(line, record)?);
+    let (mut reader, mut continues) = (TextReader::open(path)?, true);
+    let mut give = |continues: &mut bool, line: u64, record: &str| {
+        *continues = *continues && (record.trim().is_empty() || each(line, record)?);
         Ok(())
     };
     let mut is_empty = true;
-    while goes_on && let Some(block) = reader.next()? {
+    while continues && let Some(block) = reader.next()? {
         is_empty = false;
-        parts.push(path, block, |line, record| give(&mut goes_on, line, record))?;
+        parts.push(path, block, |line, record| give(&mut continues, line, record))?;
     }
-    if goes_on && !is_empty { parts.finish(path, |line, record| give(&mut goes_on, line, record)) } else { Ok(()) }
+    if continues && !is_empty { parts.finish(path, |line, record| give(&mut continues, line, record)) } else { Ok(()) }
 }
 
 /// The first `count` documents of the text files among `files`, as a model reads them.
@@ -199,7 +199,7 @@ pub(in crate::data) fn tokenize<S: Sink + Send>(
             let place = DocumentPosition { path: (*path).into(), source, line: None };
             let mut progress = |offset| {
                 preparation.progress("reading text", done + offset, all);
-                preparation.go_on()
+                preparation.check_stop()
             };
             let (file, holds) = read_file(encoder, place, &mut progress)?;
             done += file.bytes;
@@ -210,11 +210,15 @@ pub(in crate::data) fn tokenize<S: Sink + Send>(
     })?;
     // Parts behind the last document end where it ends.
     totals.source_ends.resize(texts.len().max(totals.source_ends.len()), totals.tokens);
-    tell_empty(&empty, texts.len(), preparation)?;
+    log_empty(&empty, texts.len(), preparation)?;
     let all = totals.records + totals.skipped;
-    totals.remarks.warnings(all, tokenizer.end_token()).iter().for_each(|warning| preparation.warn(warning));
-    totals.remarks.notes(all).iter().for_each(|note| preparation.note(note));
-    tell_skipped(&totals, preparation)?;
+    for warning in &totals.remarks.warnings(all, tokenizer.end_token()) {
+        preparation.warn(warning);
+    }
+    for note in &totals.remarks.notes(all) {
+        preparation.note(note);
+    }
+    log_skipped(&totals, preparation)?;
     Ok((totals, read))
 }
 
@@ -222,7 +226,7 @@ pub(in crate::data) fn tokenize<S: Sink + Send>(
 ///
 /// # Errors
 /// `Format` at the first of them where no file holds one.
-fn tell_empty(empty: &[(&Path, u64)], all: usize, preparation: &mut Preparation<'_>) -> Result<()> {
+fn log_empty(empty: &[(&Path, u64)], all: usize, preparation: &mut Preparation<'_>) -> Result<()> {
     let Some((path, bytes)) = empty.first() else { return Ok(()) };
     if empty.len() < all {
         preparation.note(format!("{}: holds no document, like {} of {all} files; they are skipped", path.display(), empty.len()));
@@ -240,13 +244,13 @@ fn tell_empty(empty: &[(&Path, u64)], all: usize, preparation: &mut Preparation<
 ///
 /// # Errors
 /// `Format` at the first of them, when there are many: then the mask is probably not the intended one.
-fn tell_skipped<S>(totals: &DocumentTotals<S>, preparation: &mut Preparation<'_>) -> Result<()> {
+fn log_skipped<S>(totals: &DocumentTotals<S>, preparation: &mut Preparation<'_>) -> Result<()> {
     let DocumentTotals { skipped, records, first_skipped, .. } = totals;
     let Some(first) = first_skipped else { return Ok(()) };
     let cause = format!("no token is trained, as in {skipped} of {} records", skipped + records);
     if 100 * skipped > skipped + records {
-        let whose = "answers have the role assistant, and --train-on selects the trained answers";
-        return Err(first.error(format_args!("{cause}: {whose}")));
+        let advice = "answers have the role assistant, and --train-on selects the trained answers";
+        return Err(first.error(format_args!("{cause}: {advice}")));
     }
     preparation.warn(format!("{}; they are left out", first.error(cause)));
     Ok(())

@@ -165,7 +165,9 @@ fn put(writer: &mut MessageWriter, done: Result<Done, String>) {
         Ok(Done::Shown(documents)) => {
             writer.number(3);
             writer.number(documents.len());
-            documents.iter().for_each(|document| put_document(writer, document));
+            for document in &documents {
+                put_document(writer, document);
+            }
         }
         Err(cause) => {
             writer.number(4);

@@ -29,7 +29,9 @@ pub(in crate::data) fn masked(sample: &ChatSample, tokenizer: &LocalTokenizer) -
         let (begin, end) = (placed.begin(span)?, placed.end(span)?);
         let is_crossed = span.prompt.as_ref().is_some_and(String::is_empty);
         masked.crossing += usize::from(is_crossed && tokens.get(begin).is_some_and(|token| (token.start as usize) < span.range.start));
-        masked.tokens[begin.min(end)..end].iter_mut().for_each(|(_, is_trained)| *is_trained = true);
+        for (_, is_trained) in &mut masked.tokens[begin.min(end)..end] {
+            *is_trained = true;
+        }
         if span.is_answer {
             placed.train_end(&mut masked.tokens, end, sample.next.is_some());
         }
@@ -92,7 +94,7 @@ impl PlacedText<'_> {
         }
         // The text from there on may begin with another token than in its place, which is no difference.
         let alone = self.tokenizer.encode_part(&self.text[from..floor_boundary(self.text, at + CONTEXT)])?;
-        let different = alone.iter().zip(&other).find(|(here, there)| here != there);
+        let different = alone.iter().zip(&other).find(|(one, joined)| one != joined);
         let own = different.map_or(at, |(token, _)| from + token.start as usize);
         Ok(self.tokens.partition_point(|token| (token.start as usize) < own).min(self.first_after(at)))
     }

@@ -193,7 +193,7 @@ fn make_beside(wanted: &WantedText<'_>, checked: &mut CheckedFiles, preparation:
         }
     }
     let _lock = lock(&root, key, preparation).ok();
-    preparation.go_on()?;
+    preparation.check_stop()?;
     make(&root, wanted, checked, preparation)
 }
 
@@ -211,7 +211,7 @@ fn make(root: &Dir, wanted: &WantedText<'_>, checked: &mut CheckedFiles, prepara
         Err(error) => return Err(error),
     }
     remove_leftovers(root, origin.key);
-    check_room(root, texts, tokenizer, *is_small)?;
+    check_free_bytes(root, texts, tokenizer, *is_small)?;
     let writer = FolderWriter::create(root, &tmp_name(origin.key))?;
     if !is_small {
         preparation.note(format!("preparing {} of text in {}", Bytes(usual_bytes_of(texts)), folder.display()));
@@ -255,7 +255,7 @@ fn lock(root: &Dir, key: &str, preparation: &mut Preparation<'_>) -> Result<File
             Lock::Taken => std::thread::sleep(Duration::from_millis(100)),
         }
         waits = true;
-        preparation.go_on()?;
+        preparation.check_stop()?;
     }
 }
 
@@ -291,14 +291,14 @@ fn preparing_in(root: &Path) -> String {
 }
 
 /// Bytes become ids of four bytes; other tokenizers make about one id of four bytes.
-fn check_room(root: &Dir, texts: &[&Path], tokenizer: &Tokenizer, is_small: bool) -> Result<()> {
+fn check_free_bytes(root: &Dir, texts: &[&Path], tokenizer: &Tokenizer, is_small: bool) -> Result<()> {
     let needed = usual_bytes_of(texts) * if tokenizer.is_bytes() { 4 } else { 1 };
     let free = root.free_bytes()?.unwrap_or(u64::MAX);
     if free >= needed {
         return Ok(());
     }
-    let elsewhere = if is_small { "another --output-dir" } else { "another directory with SUPEROFFLOAD_CACHE" };
-    let cause = format!("{} free, about {} needed ({needed} bytes): make room, or name {elsewhere}", Bytes(free), Bytes(needed));
+    let remedy = if is_small { "another --output-dir" } else { "another directory with SUPEROFFLOAD_CACHE" };
+    let cause = format!("{} free, about {} needed ({needed} bytes): make room, or name {remedy}", Bytes(free), Bytes(needed));
     Err(Error::resource(preparing_in(root.path()), cause))
 }
 
@@ -419,8 +419,8 @@ mod tests {
         let lock = cache.open_at(lock_name(&live), OFlag::O_RDWR).unwrap();
         lock.lock().unwrap();
         case.good("cache");
-        let is_there = [&dead, &live, &foreign, &"thesis".to_string()].map(|left| case.names("cache").contains(&tmp_name(left)));
-        assert_eq!(is_there, [false, true, true, true]);
+        let exists = [&dead, &live, &foreign, &"thesis".to_string()].map(|left| case.names("cache").contains(&tmp_name(left)));
+        assert_eq!(exists, [false, true, true, true]);
         assert!(case.names("cache").contains(&key));
     }
 
@@ -430,10 +430,10 @@ mod tests {
         let case = Case::new();
         case.good("cache");
         let folder = case.path("cache").join(&case.names("cache")[0]);
-        let leave = |what: &dyn Fn()| {
+        let leave = |action: &dyn Fn()| {
             fs::remove_dir_all(&folder).unwrap();
             let _ = fs::remove_dir_all(case.path("run/.superoffload"));
-            what();
+            action();
             case.good("cache")
         };
         let tmp = folder.with_file_name(format!(".{}.tmp", folder.file_name().unwrap().to_str().unwrap()));

@@ -146,8 +146,8 @@ impl Chunked {
 
     fn write(&mut self, mut bytes: &[u8]) -> Result<()> {
         while !bytes.is_empty() {
-            let (here, rest) = bytes.split_at(bytes.len().min(BLOCK_BYTES - self.chunk.len()));
-            self.chunk.extend_from_slice(here);
+            let (head, rest) = bytes.split_at(bytes.len().min(BLOCK_BYTES - self.chunk.len()));
+            self.chunk.extend_from_slice(head);
             bytes = rest;
             if self.chunk.len() == BLOCK_BYTES {
                 self.flush()?;

@@ -11,13 +11,13 @@ use std::time::Duration;
 
 /// Bytes of a block.
 pub(in crate::data) const BLOCK_BYTES: usize = 1 << 20;
-/// Gives `check` every block of `file`, each with its number; the last may be shorter. `what` names the purpose for people.
+/// Gives `check` every block of `file`, each with its number; the last may be shorter. `activity` names the purpose for people.
 ///
 /// # Errors
 /// The error of the first faulty block; `Interrupted`.
 pub(in crate::data) fn scan(
     file: &InFile,
-    what: &str,
+    activity: &str,
     preparation: &mut Preparation<'_>,
     check: impl Fn(u64, &[u8]) -> Result<()> + Sync,
 ) -> Result<()> {
@@ -50,7 +50,7 @@ pub(in crate::data) fn scan(
         while !is_done {
             thread::park_timeout(Duration::from_millis(100));
             is_done = workers.iter().all(|worker| worker.is_finished());
-            preparation.progress(what, (next.load(Ordering::Relaxed).min(blocks) * BLOCK_BYTES as u64).min(file.bytes()), file.bytes());
+            preparation.progress(activity, (next.load(Ordering::Relaxed).min(blocks) * BLOCK_BYTES as u64).min(file.bytes()), file.bytes());
         }
         let joined = workers.into_iter().map(|worker| worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
         Ok::<_, Error>(joined.flatten().min_by_key(|(block, _)| *block))

@@ -49,11 +49,11 @@ pub(in crate::data) enum Decoder {
 impl InOrder {
     /// Fills `out` as far as there are bytes; returns how many.
     fn fill(&mut self, out: &mut [u8]) -> Result<usize> {
-        let here = out.len().min((self.file.bytes() - self.offset) as usize);
-        self.file.read_at(self.offset, &mut out[..here])?;
-        self.sha256.update(&out[..here]);
-        self.offset += here as u64;
-        Ok(here)
+        let count = out.len().min((self.file.bytes() - self.offset) as usize);
+        self.file.read_at(self.offset, &mut out[..count])?;
+        self.sha256.update(&out[..count]);
+        self.offset += count as u64;
+        Ok(count)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::text::{LINE_BYTES_MAX, RecordParts};
 use crate::error::{Error, Result};
+use crate::units::counted;
 use std::path::Path;
 
 /// Assembles elements of an array. It looks at brackets, strings and commas alone; the parser of records validates the elements.
@@ -62,7 +63,7 @@ impl RecordParts for Elements {
                 _ if c.is_whitespace() => {}
                 State::Before => return Err(Error::format(path, "not an array of records; lines of records are .jsonl")),
                 State::After => {
-                    return Err(Error::format(path, format_args!("unexpected data after the array of {} records", self.number)));
+                    return Err(Error::format(path, format_args!("unexpected data after the array of {}", counted(self.number, "record"))));
                 }
             }
         }
@@ -109,7 +110,7 @@ mod tests {
         for (text, cause) in [
             ("{\"text\": 1}", "x.json: not an array of records; lines of records are .jsonl"),
             ("[{\"a\": 1}, {\"b\"", "x.json: ends within record 2"),
-            ("[{}] x", "x.json: unexpected data after the array of 1 records"),
+            ("[{}] x", "x.json: unexpected data after the array of 1 record"),
             ("  ", "x.json: ends within record 1"),
         ] {
             assert_eq!(elements(&[text]).unwrap_err().to_string(), cause);

@@ -68,7 +68,9 @@ impl<'a> Batch<'a> {
         let (tokens, rest) = memory.split_at_mut(elems);
         let (targets, rest) = rest.split_at_mut(elems);
         let (positions, documents) = rest.split_at_mut(elems);
-        positions.chunks_exact_mut(seq_length).for_each(|row| (0..).zip(row).for_each(|(column, position)| *position = column));
+        for row in positions.chunks_exact_mut(seq_length) {
+            (0..).zip(row).for_each(|(column, position)| *position = column);
+        }
         documents.fill(0);
         Self { seq_length, tokens, targets, positions, documents: separates_documents.then_some(documents) }
     }

@@ -3,12 +3,12 @@
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
-/// For each of `lengths`, in tokens, the row that it goes to, of rows with room for `room` tokens. Rows are counted in the order of their
-/// first document, so that those which stand near each other in the data are read together.
+/// For each of `lengths`, in tokens, the row that it goes to, of rows with room for `row_len` tokens. Rows are counted in the order of
+/// their first document, so that those which stand near each other in the data are read together.
 ///
 /// # Panics
 /// If a length exceeds the room, or there are 2^32 of them.
-pub(in crate::data) fn best_fit_decreasing(lengths: &[u32], room: u32) -> Vec<u32> {
+pub(in crate::data) fn best_fit_decreasing(lengths: &[u32], row_len: u32) -> Vec<u32> {
     let count = u32::try_from(lengths.len()).expect("fewer than 2^32 documents");
     let mut longest_first: Vec<u32> = (0..count).collect();
     longest_first.sort_by_key(|&idx| Reverse(lengths[idx as usize]));
@@ -16,9 +16,9 @@ pub(in crate::data) fn best_fit_decreasing(lengths: &[u32], room: u32) -> Vec<u3
     let (mut open, mut rows, mut begun) = (BTreeSet::new(), vec![0; lengths.len()], 0);
     for idx in longest_first {
         let length = lengths[idx as usize];
-        assert!(length <= room, "a document of {length} tokens in a row of {room}");
+        assert!(length <= row_len, "a document of {length} tokens in a row of {row_len}");
         let best = open.range((length, 0)..).next().copied();
-        let (left, row) = best.unwrap_or((room, begun));
+        let (left, row) = best.unwrap_or((row_len, begun));
         begun += u32::from(best.is_none());
         open.remove(&(left, row));
         if left > length {
@@ -47,8 +47,8 @@ mod tests {
     use proptest::prelude::*;
 
     /// The lengths in each row.
-    fn packed(lengths: &[u32], room: u32) -> Vec<Vec<u32>> {
-        let rows = best_fit_decreasing(lengths, room);
+    fn packed(lengths: &[u32], row_len: u32) -> Vec<Vec<u32>> {
+        let rows = best_fit_decreasing(lengths, row_len);
         let mut packed = vec![Vec::new(); rows.iter().max().map_or(0, |last| *last as usize + 1)];
         rows.iter().zip(lengths).for_each(|(row, length)| packed[*row as usize].push(*length));
         packed
@@ -64,13 +64,13 @@ mod tests {
     }
 
     /// As it is defined, looking at every row.
-    fn naive(lengths: &[u32], room: u32) -> usize {
+    fn naive(lengths: &[u32], row_len: u32) -> usize {
         let (mut left, mut sorted): (Vec<u32>, _) = (Vec::new(), lengths.to_vec());
         sorted.sort_by_key(|length| Reverse(*length));
         for length in sorted {
             match left.iter_mut().filter(|left| **left >= length).min_by_key(|left| **left) {
                 Some(left) => *left -= length,
-                None => left.push(room - length),
+                None => left.push(row_len - length),
             }
         }
         left.len()

@@ -135,7 +135,7 @@ impl Bounds {
 fn for_each_number(file: &InFile, preparation: &Preparation<'_>, mut each: impl FnMut(u64) -> Result<()>) -> Result<()> {
     let mut block = vec![0u64; BLOCK_BYTES / size_of::<u64>()];
     for offset in (0..file.bytes()).step_by(BLOCK_BYTES) {
-        preparation.go_on()?;
+        preparation.check_stop()?;
         let bytes = BLOCK_BYTES.min((file.bytes() - offset) as usize);
         let numbers = &mut block[..bytes / size_of::<u64>()];
         file.read_at(offset, bytemuck::cast_slice_mut(numbers))?;

@@ -9,6 +9,7 @@ use super::duplicate_text::DuplicateText;
 use super::token_stream::TokenStream;
 use crate::data::context::Preparation;
 use crate::error::{Error, Result};
+use crate::units::counted;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -29,14 +30,14 @@ pub enum EvalSplit {
     /// So many records.
     Documents(u64),
     /// A share of them.
-    Share(f64),
+    Fraction(f64),
 }
 
 impl fmt::Display for EvalSplit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Documents(documents) => write!(f, "{documents}"),
-            Self::Share(share) => write!(f, "{share}"),
+            Self::Fraction(fraction) => write!(f, "{fraction}"),
         }
     }
 }
@@ -47,7 +48,7 @@ impl FromStr for EvalSplit {
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         match (text.parse(), text.parse()) {
             (Ok(documents), _) if documents > 0 => Ok(Self::Documents(documents)),
-            (Err(_), Ok(share)) if share > 0.0 && share < 1.0 => Ok(Self::Share(share)),
+            (Err(_), Ok(fraction)) if fraction > 0.0 && fraction < 1.0 => Ok(Self::Fraction(fraction)),
             _ => Err("expected a number of documents, or a fraction above 0 and below 1".into()),
         }
     }
@@ -63,13 +64,13 @@ impl EvalSplit {
     fn of(self, records: u64, documents: u64) -> Result<u64> {
         let wanted = match self {
             Self::Documents(wanted) => wanted,
-            Self::Share(share) => ((share * records as f64).round() as u64).max(1),
+            Self::Fraction(fraction) => ((fraction * records as f64).round() as u64).max(1),
         };
         let unit = unit(records, documents);
         let refused = |cause: String| Err(Error::usage(format!("--eval-split {self}: {cause}; use --eval-data with evaluation files")));
         match wanted {
-            _ if wanted >= records => refused(format!("none would be left to train on: the data has {records} {unit}")),
-            _ if wanted > HELD_OUT_MAX => refused(format!("{wanted} {unit}, and at most {HELD_OUT_MAX} can be held out")),
+            _ if wanted >= records => refused(format!("none would be left to train on: the data has {}", counted(records, unit))),
+            _ if wanted > HELD_OUT_MAX => refused(format!("{wanted} {unit}s, and at most {HELD_OUT_MAX} can be held out")),
             _ => Ok(wanted),
         }
     }
@@ -77,7 +78,7 @@ impl EvalSplit {
 
 /// The name of that of which there are so many.
 fn unit(records: u64, documents: u64) -> &'static str {
-    if records == documents { "documents" } else { "records" }
+    if records == documents { "document" } else { "record" }
 }
 
 /// The records that are held out.
@@ -119,11 +120,11 @@ impl HeldOut {
         let (records, unit) = (held_out.records.len(), unit(all, documents));
         if records as u64 == all {
             let are = if all == documents { "are equal" } else { "have text in common" };
-            return Err(Error::usage(format!("--eval-split {split}: all {unit} {are}; use --eval-data with evaluation files")));
+            return Err(Error::usage(format!("--eval-split {split}: all {unit}s {are}; use --eval-data with evaluation files")));
         }
         held_out.count(stream, bounds, preparation)?;
         let of_them = if all == documents { String::new() } else { format!(" ({} of {documents} documents)", held_out.documents()) };
-        preparation.detail(format!("held out {records} of {all} {unit}{of_them}, {} tokens", held_out.tokens));
+        preparation.detail(format!("held out {records} of {}{of_them}, {}", counted(all, unit), counted(held_out.tokens, "token")));
         Ok(held_out)
     }
 
@@ -346,6 +347,6 @@ mod tests {
             assert!(word.parse::<EvalSplit>().is_err(), "{word}");
         }
         assert!(EvalSplit::Documents(HELD_OUT_MAX + 1).of(1 << 40, 1 << 40).unwrap_err().to_string().contains("at most 65536"));
-        assert_eq!(EvalSplit::Share(0.001).of(10, 10).unwrap(), 1);
+        assert_eq!(EvalSplit::Fraction(0.001).of(10, 10).unwrap(), 1);
     }
 }

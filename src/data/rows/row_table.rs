@@ -10,6 +10,7 @@ use super::hold_out::Side;
 use super::token_stream::TokenStream;
 use crate::data::context::Preparation;
 use crate::error::{Error, Result};
+use crate::units::counted;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -269,7 +270,9 @@ impl RowTable {
         let mut order: Vec<u32> = (0..parts.len() as u32).collect();
         order.sort_by_key(|idx| rows[*idx as usize]);
         let mut ends = vec![0; rows.iter().max().map_or(0, |last| *last as usize + 1)];
-        (1..).zip(&order).for_each(|(end, idx)| ends[rows[*idx as usize] as usize] = end);
+        for (end, idx) in (1..).zip(&order) {
+            ends[rows[*idx as usize] as usize] = end;
+        }
         Self { parts: order.into_iter().map(|idx| parts[idx as usize]).collect(), ends, padding, became: String::new() }
     }
 
@@ -284,7 +287,9 @@ impl RowTable {
     /// How many documents, or parts of such, have which length.
     pub(in crate::data) fn lengths(&self) -> BTreeMap<usize, usize> {
         let mut lengths = BTreeMap::new();
-        self.parts.iter().for_each(|part| *lengths.entry(part.tokens as usize).or_default() += 1);
+        for part in &self.parts {
+            *lengths.entry(part.tokens as usize).or_default() += 1;
+        }
         lengths
     }
 
@@ -300,8 +305,12 @@ impl RowTable {
         let first = row.checked_sub(1).map_or(0, |before| self.ends[before]);
         let mut column = 0;
         let mut begin = |column: usize, end: usize| {
-            (0..).zip(&mut positions[column..end]).for_each(|(place, position)| *position = place);
-            documents.iter_mut().for_each(|documents| documents[column..end].fill(column as i32));
+            for (place, position) in (0..).zip(&mut positions[column..end]) {
+                *position = place;
+            }
+            if let Some(documents) = &mut documents {
+                documents[column..end].fill(column as i32);
+            }
         };
         for part in &self.parts[first as usize..self.ends[row] as usize] {
             let end = column + part.tokens as usize;
@@ -312,8 +321,12 @@ impl RowTable {
             column = end;
         }
         begin(column, tokens.len());
-        tokens[..column].iter_mut().for_each(|token| *token &= i32::MAX);
-        targets[..column].iter_mut().for_each(|target| *target = (*target).max(NO_TARGET));
+        for token in &mut tokens[..column] {
+            *token &= i32::MAX;
+        }
+        for target in &mut targets[..column] {
+            *target = (*target).max(NO_TARGET);
+        }
         tokens[column..].fill(self.padding);
         targets[column..].fill(NO_TARGET);
         Ok(())
@@ -331,8 +344,8 @@ impl RowTable {
             (dropped, "longer than a row and left out"),
             (untrained, "without a trained token in it and left out"),
         ];
-        let odd: String = all.into_iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("; {count} {what}")).collect();
-        format!("packing {packing}: {documents} documents in {rows} rows, {padding:.1} % padding{odd}")
+        let odd: String = all.into_iter().filter(|(count, _)| *count > 0).map(|(count, noun)| format!("; {count} {noun}")).collect();
+        format!("packing {packing}: {} in {}, {padding:.1} % padding{odd}", counted(documents, "document"), counted(rows, "row"))
     }
 }
 

@@ -108,9 +108,9 @@ fn some(read: io::Result<usize>) -> io::Result<usize> {
 
 /// One byte, and the descriptors that came along.
 fn receive_byte(socket: &UnixStream, byte: &mut [u8]) -> io::Result<Vec<OwnedFd>> {
-    let mut room = nix::cmsg_space!([RawFd; 2]);
+    let mut control = nix::cmsg_space!([RawFd; 2]);
     let mut parts = [IoSliceMut::new(byte)];
-    let message = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut room), MsgFlags::MSG_CMSG_CLOEXEC)?;
+    let message = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut control), MsgFlags::MSG_CMSG_CLOEXEC)?;
     some(Ok(message.bytes))?;
     let rights = |control| if let ControlMessageOwned::ScmRights(descriptors) = control { descriptors } else { Vec::new() };
     Ok(message.cmsgs()?.flat_map(rights).map(received).collect())

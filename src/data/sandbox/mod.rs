@@ -100,7 +100,9 @@ impl Sandbox {
         let mut first = SandboxProcess::start(false, |mut channel| {
             let (facts, service) = make();
             let is_sent = channel.send(&facts, &StopFlag::default()).is_ok();
-            service.filter(|_| is_sent).iter_mut().for_each(|service| serve_first(&mut channel, service));
+            if let Some(mut service) = service.filter(|_| is_sent) {
+                serve_first(&mut channel, &mut service);
+            }
         })?;
         let facts = first.channel.receive(&never).map_err(|none| first.ended(none))?;
         Ok((Self { first: Mutex::new(first), idle: Mutex::default() }, facts))

@@ -42,7 +42,7 @@ fn adder() -> Sandbox {
     sandbox
 }
 
-fn ask(sandbox: &Sandbox, request: &[u8]) -> Result<Vec<u8>, Ended> {
+fn request_of(sandbox: &Sandbox, request: &[u8]) -> Result<Vec<u8>, Ended> {
     sandbox.request(request, &StopFlag::default())
 }
 
@@ -63,7 +63,7 @@ fn threads_have_workers_and_long_messages_pass() {
             scope.spawn(move || {
                 for _ in 0..3 {
                     let request = vec![b'b'; size];
-                    assert_eq!(ask(sandbox, &request).unwrap(), [b"a", &request[..]].concat());
+                    assert_eq!(request_of(sandbox, &request).unwrap(), [b"a", &request[..]].concat());
                 }
             });
         }
@@ -81,13 +81,13 @@ fn each_death_is_reported_with_its_task_and_limit() {
         ("code", "reading the tokenizer ended its process with code 3"),
         ("signal", "reading the tokenizer was killed by signal 9"),
     ] {
-        match ask(&sandbox, request.as_bytes()) {
+        match request_of(&sandbox, request.as_bytes()) {
             Err(Ended::Died { item: 7, cause, .. }) => assert!(cause.starts_with(words), "{request}: {cause}"),
             other => panic!("{request}: {other:?}"),
         }
-        assert_eq!(ask(&sandbox, b"b").unwrap(), b"ab", "another worker goes on");
+        assert_eq!(request_of(&sandbox, b"b").unwrap(), b"ab", "another worker goes on");
     }
-    assert_eq!(ask(&sandbox, b"panic").unwrap(), b"the parquet library fails on it: odd");
+    assert_eq!(request_of(&sandbox, b"panic").unwrap(), b"the parquet library fails on it: odd");
 }
 
 #[test]
@@ -103,7 +103,7 @@ fn a_first_process_that_dies_is_reported_at_the_start() {
     );
     let (sandbox, facts) = Sandbox::start(|| (b"none".to_vec(), None::<Adder>)).unwrap();
     assert_eq!(facts, b"none");
-    assert!(matches!(ask(&sandbox, b"b"), Err(Ended::Died { .. })));
+    assert!(matches!(request_of(&sandbox, b"b"), Err(Ended::Died { .. })));
 }
 
 /// Signals of a terminal go to all its processes; locks and files of the parent are not the child's.
@@ -111,19 +111,19 @@ fn a_first_process_that_dies_is_reported_at_the_start() {
 fn a_worker_has_nothing_of_its_parent_and_leaves_signals_to_it() {
     let _file = tempfile::tempfile().unwrap();
     let sandbox = adder();
-    let pid = number(&ask(&sandbox, b"pid").unwrap());
+    let pid = number(&request_of(&sandbox, b"pid").unwrap());
     for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGTSTP] {
         kill(Pid::from_raw(pid), signal).unwrap();
-        assert_eq!(number(&ask(&sandbox, b"pid").unwrap()), pid, "{signal}");
+        assert_eq!(number(&request_of(&sandbox, b"pid").unwrap()), pid, "{signal}");
     }
     // Three of every process, the connection, and the directory that is read.
-    assert_eq!(ask(&sandbox, b"descriptors").unwrap(), b"5");
+    assert_eq!(request_of(&sandbox, b"descriptors").unwrap(), b"5");
 }
 
 #[test]
 fn no_process_is_left_when_a_sandbox_ends_or_is_stopped() {
     let sandbox = adder();
-    let worker = number(&ask(&sandbox, b"pid").unwrap());
+    let worker = number(&request_of(&sandbox, b"pid").unwrap());
     let first = held(&sandbox.first).pid.as_raw();
     assert!(is_alive(worker) && is_alive(first));
     let stop = StopFlag::default();

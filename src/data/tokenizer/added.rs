@@ -99,7 +99,7 @@ impl TokenList {
 
 /// The tokens of `added_tokens_decoder`, by id.
 fn decoder(files: &SpecialFiles<'_>) -> Result<Vec<AddedToken>> {
-    let wrong = |what: &str| files.wrong_config(format!("{DECODER}: {what}"));
+    let wrong = |cause: &str| files.wrong_config(format!("{DECODER}: {cause}"));
     let entries = files.config()[DECODER].as_object().ok_or_else(|| wrong("not an object of ids and tokens"))?;
     let entry = |(id, token): (&String, &Value)| {
         let number: u32 = id.parse().map_err(|_| wrong(&format!("{id:?} is not a token's id")))?;
@@ -114,7 +114,7 @@ fn decoder(files: &SpecialFiles<'_>) -> Result<Vec<AddedToken>> {
 /// The tokens of `added_tokens.json`, by id, without the ids of tokens in `tokenizer.json`.
 fn added_tokens_file(files: &SpecialFiles<'_>, is_taken: &dyn Fn(u32) -> bool) -> Result<Vec<AddedToken>> {
     let (path, content) = files.added_tokens()?;
-    let wrong = |what: String| Error::format(&path, what);
+    let wrong = |cause: String| Error::format(&path, cause);
     let special: HashSet<String> = special_contents(files)?;
     let entries = match content {
         Value::Null => return Ok(Vec::new()),

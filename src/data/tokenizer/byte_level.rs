@@ -183,8 +183,8 @@ fn model(tokenizer: &tokenizers::Tokenizer) -> Option<&BPE> {
 
 /// Whether `model` always makes the same of a word, and something of each of its bytes.
 fn is_complete(model: &BPE) -> bool {
-    let knows = |byte| model.token_to_id(character(byte).encode_utf8(&mut [0; 4])).is_some();
-    model.dropout.is_none() && (0..=255).all(knows)
+    let has_byte = |byte| model.token_to_id(character(byte).encode_utf8(&mut [0; 4])).is_some();
+    model.dropout.is_none() && (0..=255).all(has_byte)
 }
 
 /// The expression that matches words, where each word becomes the characters that its bytes stand for.

@@ -12,7 +12,7 @@ mod kernels;
 mod launch;
 mod peers;
 #[cfg(test)]
-pub(crate) use peers::ROOM_OPS;
+pub(crate) use peers::QUEUED_OPS_MAX;
 #[cfg(test)]
 pub(crate) mod nccl_stand_in;
 mod stream;
@@ -20,7 +20,7 @@ mod task_memory;
 mod team;
 
 use super::slice::Allocated;
-use super::{AttentionShape, Device, DeviceSlice, EventId, Stream, prefetch_span};
+use super::{AttentionShape, Device, DeviceLibraries, DeviceSlice, EventId, Stream, prefetch_span};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
@@ -28,6 +28,7 @@ use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::{MemorySpace, RingShape};
 use crate::ranks::RankContext;
 use crate::trace::{Recorder, now_ns};
+use crate::units::counted;
 use compute::ComputeOwner;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -208,9 +209,9 @@ impl CpuDevice {
                 let others_failed = || device_group.as_ref().is_some_and(|device_group| device_group.context.progress.has_failed());
                 // A peer may have made a stream of the adversary runnable.
                 let is_own = matches!(self.runner, Runner::Adversary { .. });
-                let can_go_on = || is_own && (0..shared.queues.len()).any(|stream| shared.can_run(stream));
+                let can_run = || is_own && (0..shared.queues.len()).any(|stream| shared.can_run(stream));
                 let is_over = || shared.failed.load(Ordering::Acquire) || others_failed();
-                shared.driver.wait_until(|| ready(shared) || can_go_on() || is_over());
+                shared.driver.wait_until(|| ready(shared) || can_run() || is_over());
             }
             self.check()?;
         }
@@ -358,9 +359,11 @@ impl StreamsShared {
     }
 }
 
+impl DeviceLibraries for CpuDevice {}
+
 impl Device for CpuDevice {
     fn describe(&self) -> String {
-        format!("cpu ({} threads, {})", self.compute.threads(), self.compute.isa())
+        format!("cpu ({}, {})", counted(self.compute.threads(), "thread"), self.compute.isa())
     }
 
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {

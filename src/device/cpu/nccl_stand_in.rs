@@ -98,20 +98,20 @@ impl NcclStandIn {
     }
 
     fn take(self, peer: usize, into: DeviceSlice) {
-        let (theirs, posted) = (&self.hub.boxes[peer][self.rank], self.swaps * 4 + POSTED);
-        self.wait(|| theirs.is(self.swaps, POSTED));
-        let (addr, bytes) = (theirs.addr.load(Ordering::Relaxed), theirs.bytes.load(Ordering::Relaxed));
+        let (mailbox, posted) = (&self.hub.boxes[peer][self.rank], self.swaps * 4 + POSTED);
+        self.wait(|| mailbox.is(self.swaps, POSTED));
+        let (addr, bytes) = (mailbox.addr.load(Ordering::Relaxed), mailbox.bytes.load(Ordering::Relaxed));
         if self.progress.has_failed() {
             return;
         }
         assert_eq!(bytes, into.bytes() as u64, "swap {} of ranks {} and {peer}", self.swaps, self.rank);
-        if theirs.state.compare_exchange(posted, self.swaps * 4 + TAKING, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+        if mailbox.state.compare_exchange(posted, self.swaps * 4 + TAKING, Ordering::AcqRel, Ordering::Relaxed).is_err() {
             return;
         }
         // SAFETY: sizes agree. The sender frees or overwrites its memory only after this copy: it waits while the state is `TAKING`, and
         // cannot withdraw the memory meanwhile.
         unsafe { std::ptr::copy_nonoverlapping(addr as *const u8, into.addr() as *mut u8, into.bytes()) };
-        theirs.state.store(self.swaps * 4 + TAKEN, Ordering::Release);
+        mailbox.state.store(self.swaps * 4 + TAKEN, Ordering::Release);
     }
 
     /// Withdraws all posted memory of this rank, so that its memory can be freed.

@@ -13,7 +13,7 @@ use std::sync::{Arc, Weak};
 
 /// Pending operations below which a stream accepts the operations of another bucket. The limit is low, as on a GPU, although the queue
 /// holds more.
-pub(crate) const ROOM_OPS: usize = 64;
+pub(crate) const QUEUED_OPS_MAX: usize = 64;
 
 impl StreamsShared {
     /// Whether a stream of `peer` has reached `point`; false if the device of the peer is gone.
@@ -94,8 +94,8 @@ impl Peers for CpuDevice {
         self.push(stream, Op::WaitForPeer { peer, point })
     }
 
-    fn has_room(&mut self, stream: Stream) -> Result<bool> {
-        Ok(self.shared.queues[stream as usize].ahead() < ROOM_OPS)
+    fn has_capacity(&mut self, stream: Stream) -> Result<bool> {
+        Ok(self.shared.queues[stream as usize].ahead() < QUEUED_OPS_MAX)
     }
 
     fn pull(&mut self, stream: Stream, peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {

@@ -160,7 +160,9 @@ impl OpQueue {
             NOTHING => false,
             word => Point::unpack(word).is_reached_by(reached),
         };
-        queues.filter(is_awaited).for_each(|queue| queue.bell.ring());
+        for queue in queues.filter(is_awaited) {
+            queue.bell.ring();
+        }
     }
 }
 

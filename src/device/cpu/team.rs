@@ -79,7 +79,9 @@ impl Team {
     /// If a block panics. Blocks that have not begun are then skipped.
     pub(crate) fn run(&mut self, blocks: usize, work: &BlockWork<'_>) {
         if self.helpers.is_empty() || blocks <= 1 {
-            (0..blocks).for_each(|block| work(0, block));
+            for block in 0..blocks {
+                work(0, block);
+            }
             return;
         }
         self.open(blocks, work);

@@ -301,7 +301,9 @@ fn describe(lt: &CublasLt, parts: &mut Parts, key: MatmulKey, pointers: Pointers
 impl Drop for Gemm {
     fn drop(&mut self) {
         let experts = self.groups.iter().flat_map(GroupProducts::plans);
-        self.plans.values().chain(experts).for_each(|plan| plan.destroy(self.lt));
+        for plan in self.plans.values().chain(experts) {
+            plan.destroy(self.lt);
+        }
         // SAFETY: made by `new`, destroyed once; the device's streams are idle.
         unsafe { (self.lt.destroy)(self.handle) };
     }

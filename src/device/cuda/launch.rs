@@ -79,7 +79,7 @@ impl LaunchConfig {
 }
 
 /// Maximum bytes of dynamic shared memory that need no function attribute.
-const SHARED_BYTES_UNASKED: u32 = 48 << 10;
+const SHARED_BYTES_BY_DEFAULT: u32 = 48 << 10;
 
 /// Destination of launches: the GPU, or a list in tests.
 pub(super) trait Queue {
@@ -151,7 +151,7 @@ impl Queue for CudaDevice {
             return Ok(());
         }
         let function = self.modules.get(name, dtype)?;
-        if shared_bytes > SHARED_BYTES_UNASKED {
+        if shared_bytes > SHARED_BYTES_BY_DEFAULT {
             let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function is loaded.
             check(unsafe { sys::cuFuncSetAttribute(function, most, shared_bytes as i32) }, || format!("give {name} shared memory"))?;

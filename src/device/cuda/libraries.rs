@@ -74,7 +74,7 @@ impl Libraries {
         let prefix_of = |program: Option<&Path>| program.and_then(Path::parent).map(Path::to_path_buf);
         let variable = |name| std::env::var_os(name).map(PathBuf::from);
         // Prefix of `pip install --user`.
-        let personal = std::env::home_dir().map(|home| home.join(".local"));
+        let personal = std::env::home_dir().map(|dir| dir.join(".local"));
         let own = prefix_of(own.as_deref().and_then(Path::parent));
         let pythons = [own, prefix_of(python.as_deref()), variable("VIRTUAL_ENV"), variable("CONDA_PREFIX"), personal];
         Self::below(Path::new("/"), named, &pythons.into_iter().flatten().collect::<Vec<_>>(), cuda)
@@ -140,7 +140,7 @@ impl Libraries {
     /// The libraries that a run needs: name, and path or error.
     pub(super) fn all(&self) -> Vec<(&'static str, Result<PathBuf>)> {
         [("cuBLASLt", &CUBLASLT), ("NVRTC", &NVRTC), ("cuDNN", &CUDNN)]
-            .map(|(what, builds)| (what, self.open(builds).map(|l| l.path)))
+            .map(|(library, builds)| (library, self.open(builds).map(|l| l.path)))
             .into()
     }
 
@@ -162,8 +162,8 @@ impl Library {
         // SAFETY: the handle is open.
         let address = unsafe { libc::dlsym(self.handle, name.as_ptr()) };
         if address.is_null() {
-            let what = name.to_string_lossy();
-            return Err(Error::resource(format!("find {what} in {}", self.path.display()), "this version of the library lacks it"));
+            let symbol = name.to_string_lossy();
+            return Err(Error::resource(format!("find {symbol} in {}", self.path.display()), "this version of the library lacks it"));
         }
         Ok(address)
     }

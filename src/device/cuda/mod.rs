@@ -28,7 +28,10 @@ mod unified;
 use super::documents::DocumentTable;
 use super::footprint::gpu;
 use super::slice::Allocated;
-use super::{Attention, AttentionShape, Device, DeviceSlice, Engines, EventId, ExpertProducts, MatmulShape, ProductAlgorithm, Stream};
+use super::{
+    Attention, AttentionShape, Device, DeviceLibraries, DeviceSlice, Engines, EventId, ExpertProducts, MatmulShape, ProductAlgorithm,
+    Stream,
+};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::hardware::gpu::{GpuFacts, GpuId};
@@ -234,9 +237,9 @@ impl CudaDevice {
     }
 
     /// Whether a kernel performs this copy: see [`Stream::copies_words`].
-    fn may_copy_words(&self, stream: Stream, here: DeviceSlice, there: PinnedSlice) -> bool {
-        let words = || [here.addr(), there.addr() as u64, there.bytes() as u64].iter().all(|n| n.is_multiple_of(4));
-        stream.copies_words() && words() && self.registered.iter().any(|registered| registered.contains(there))
+    fn may_copy_words(&self, stream: Stream, device: DeviceSlice, host: PinnedSlice) -> bool {
+        let words = || [device.addr(), host.addr() as u64, host.bytes() as u64].iter().all(|n| n.is_multiple_of(4));
+        stream.copies_words() && words() && self.registered.iter().any(|registered| registered.contains(host))
     }
 
     /// Waits for the compute stream, so that other streams may use its results at once.
@@ -269,7 +272,7 @@ impl CudaDevice {
         if event.is_done()? {
             return Ok(());
         }
-        self.make_room(stream)?;
+        self.await_capacity(stream)?;
         let raw = &self.streams[stream as usize];
         let span = self.timeline.begin_wait(raw, stream, awaited)?;
         // SAFETY: both are live.
@@ -279,7 +282,7 @@ impl CudaDevice {
 
     /// Calls `enqueue`, and records a span around it when tracing is on.
     fn timed(&mut self, stream: Stream, name: &'static str, enqueue: impl FnOnce(&RawStream) -> Result<()>) -> Result<()> {
-        self.make_room(stream)?;
+        self.await_capacity(stream)?;
         let raw = &self.streams[stream as usize];
         let span = self.timeline.begin(raw, stream, name)?;
         let start_ns = now_ns();
@@ -292,7 +295,7 @@ impl CudaDevice {
     ///
     /// # Errors
     /// Errors of the GPU; the failure of another rank.
-    fn make_room(&mut self, stream: Stream) -> Result<()> {
+    fn await_capacity(&mut self, stream: Stream) -> Result<()> {
         let Some(peering) = &mut self.peering else { return Ok(()) };
         let Some(mark) = peering.backlogs[stream as usize].count() else { return Ok(()) };
         let start_ns = now_ns();
@@ -320,12 +323,7 @@ impl Drop for CudaDevice {
     }
 }
 
-impl Device for CudaDevice {
-    fn describe(&self) -> String {
-        let cudnn = self.sdpa.as_ref().map_or("plain attention".into(), |sdpa| format!("cuDNN {}", sdpa.version()));
-        format!("{} (cuBLASLt {}, {cudnn})", self.name, self.gemm.version())
-    }
-
+impl DeviceLibraries for CudaDevice {
     fn versions(&self) -> Vec<(&'static str, String)> {
         let cudnn = self.sdpa.as_ref().map(|sdpa| ("cuDNN", sdpa.version().to_string()));
         let own = [("GPU", self.name.clone()), ("driver", driver_version()), ("cuBLASLt", self.gemm.version().to_string())];
@@ -334,6 +332,17 @@ impl Device for CudaDevice {
 
     fn product_algorithms(&self) -> Vec<ProductAlgorithm> {
         self.gemm.algorithms()
+    }
+
+    fn learns_by_doing(&self) -> bool {
+        true
+    }
+}
+
+impl Device for CudaDevice {
+    fn describe(&self) -> String {
+        let cudnn = self.sdpa.as_ref().map_or("plain attention".into(), |sdpa| format!("cuDNN {}", sdpa.version()));
+        format!("{} (cuBLASLt {}, {cudnn})", self.name, self.gemm.version())
     }
 
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
@@ -435,10 +444,6 @@ impl Device for CudaDevice {
         if self.sdpa.is_none() { Ok(()) } else { self.send_documents(DocumentTable::new(starts, seq_length)) }
     }
 
-    fn learns_by_doing(&self) -> bool {
-        true
-    }
-
     fn event(&mut self) -> Result<EventId> {
         self.events.push(Arc::new(RawEvent::new(false)?));
         self.awaited.push(StreamWait::Own);
@@ -446,7 +451,7 @@ impl Device for CudaDevice {
     }
 
     fn record(&mut self, event: EventId, stream: Stream) -> Result<()> {
-        self.make_room(stream)?;
+        self.await_capacity(stream)?;
         self.awaited[event.0 as usize] = if (stream as usize) < Stream::COUNT { StreamWait::Own } else { StreamWait::Peers };
         self.events[event.0 as usize].record(&self.streams[stream as usize])
     }

@@ -133,7 +133,7 @@ fn is_new_enough(version: i32, path: &Path) -> Result<()> {
 }
 
 impl Nccl {
-    fn check(&self, status: i32, comm: *mut c_void, what: &str) -> Result<()> {
+    fn check(&self, status: i32, comm: *mut c_void, operation: &str) -> Result<()> {
         if status == SUCCESS {
             return Ok(());
         }
@@ -145,7 +145,7 @@ impl Nccl {
             false => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
         });
         let remedy = "set NCCL_DEBUG=INFO for details, or use --transport tcp";
-        Err(Error::resource(what.to_string(), format!("NCCL error {status} ({}): {}; {remedy}", message[0], message[1].trim())))
+        Err(Error::resource(operation.to_string(), format!("NCCL error {status} ({}): {}; {remedy}", message[0], message[1].trim())))
     }
 }
 
@@ -203,15 +203,15 @@ impl NcclCommunicator {
     }
 
     /// Waits until the host side of a call is done; the GPU may still be executing it.
-    fn finish(&self, status: i32, rank_context: &RankContext, what: &str) -> Result<()> {
+    fn finish(&self, status: i32, rank_context: &RankContext, operation: &str) -> Result<()> {
         let mut state = status;
         while state == IN_PROGRESS {
             rank_context.check()?;
             thread::yield_now();
             // SAFETY: the communicator is live; writes one integer.
-            self.nccl.check(unsafe { (self.nccl.async_error)(self.comm, &mut state) }, self.comm, what)?;
+            self.nccl.check(unsafe { (self.nccl.async_error)(self.comm, &mut state) }, self.comm, operation)?;
         }
-        self.nccl.check(state, self.comm, what)
+        self.nccl.check(state, self.comm, operation)
     }
 
     /// Checks for asynchronous errors.

@@ -40,7 +40,7 @@ fn rows_copy(src: MatrixPart, dst: MatrixPart) -> sys::CUDA_MEMCPY2D {
 }
 
 /// A copy of rows between two contexts.
-fn staged_rows_copy((src, there): (MatrixPart, sys::CUcontext), (dst, here): (MatrixPart, sys::CUcontext)) -> sys::CUDA_MEMCPY3D_PEER {
+fn staged_rows_copy((src, peer): (MatrixPart, sys::CUcontext), (dst, own): (MatrixPart, sys::CUcontext)) -> sys::CUDA_MEMCPY3D_PEER {
     sys::CUDA_MEMCPY3D_PEER {
         srcXInBytes: 0,
         srcY: 0,
@@ -50,7 +50,7 @@ fn staged_rows_copy((src, there): (MatrixPart, sys::CUcontext), (dst, here): (Ma
         srcHost: ptr::null(),
         srcDevice: src.memory.addr(),
         srcArray: ptr::null_mut(),
-        srcContext: there,
+        srcContext: peer,
         srcPitch: src.pitch_bytes(),
         srcHeight: src.count,
         dstXInBytes: 0,
@@ -61,7 +61,7 @@ fn staged_rows_copy((src, there): (MatrixPart, sys::CUcontext), (dst, here): (Ma
         dstHost: ptr::null_mut(),
         dstDevice: dst.memory.addr(),
         dstArray: ptr::null_mut(),
-        dstContext: here,
+        dstContext: own,
         dstPitch: dst.pitch_bytes(),
         dstHeight: dst.count,
         WidthInBytes: src.row_bytes(),
@@ -86,7 +86,9 @@ impl Peers for CudaDevice {
 
     fn leave(&mut self) -> Result<()> {
         self.finish_streams()?;
-        self.peering.iter_mut().for_each(|peering| peering.gpus.clear());
+        if let Some(peering) = &mut self.peering {
+            peering.gpus.clear();
+        }
         Ok(())
     }
 
@@ -130,7 +132,7 @@ impl Peers for CudaDevice {
         self.timeline.waited_for_peers_ns()
     }
 
-    fn has_room(&mut self, stream: Stream) -> Result<bool> {
+    fn has_capacity(&mut self, stream: Stream) -> Result<bool> {
         self.peering.as_ref().map_or(Ok(true), |peering| peering.backlogs[stream as usize].next().is_done())
     }
 
@@ -142,7 +144,7 @@ impl Peers for CudaDevice {
         let Some(peering) = self.peering.as_ref().filter(|_| src.bytes() > 0) else { return Ok(()) };
         let PeerGpu { shared_context, is_direct } = &peering.gpus[peer];
         shared_context.allocated.check(src)?;
-        let (here, there, is_direct) = (self.context.get_inner(), shared_context.context.get_inner(), *is_direct);
+        let (own, source, is_direct) = (self.context.get_inner(), shared_context.context.get_inner(), *is_direct);
         let (from, to, bytes) = (src.addr(), dst.addr(), src.bytes());
         self.timed(stream, "pull", |raw| {
             // SAFETY: sizes agree. The peer's memory and context live as long as this device, whose streams end first. The protocol between
@@ -151,7 +153,7 @@ impl Peers for CudaDevice {
                 if is_direct {
                     sys::cuMemcpyDtoDAsync_v2(to, from, bytes, raw.0)
                 } else {
-                    sys::cuMemcpyPeerAsync(to, here, from, there, bytes, raw.0)
+                    sys::cuMemcpyPeerAsync(to, own, from, source, bytes, raw.0)
                 }
             };
             check(status, || format!("pull {} from rank {peer}", Bytes(bytes as u64)))
@@ -182,14 +184,14 @@ impl Peers for CudaDevice {
         let Some(peering) = self.peering.as_ref() else { return Ok(()) };
         let PeerGpu { shared_context, is_direct } = &peering.gpus[peer];
         shared_context.allocated.check(src.memory)?;
-        let (here, there, is_direct) = (self.context.get_inner(), shared_context.context.get_inner(), *is_direct);
+        let (own, source, is_direct) = (self.context.get_inner(), shared_context.context.get_inner(), *is_direct);
         self.timed(stream, "pull", |raw| {
             // SAFETY: as for whole slices; every row lies between the first and the last element, which are inside.
             let status = unsafe {
                 if is_direct {
                     sys::cuMemcpy2DAsync_v2(&rows_copy(src, dst), raw.0)
                 } else {
-                    sys::cuMemcpy3DPeerAsync(&staged_rows_copy((src, there), (dst, here)), raw.0)
+                    sys::cuMemcpy3DPeerAsync(&staged_rows_copy((src, source), (dst, own)), raw.0)
                 }
             };
             check(status, || format!("pull {} in {} rows from rank {peer}", Bytes(src.bytes() as u64), src.count))

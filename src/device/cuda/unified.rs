@@ -54,9 +54,9 @@ fn alloc_managed(dev: &mut CudaDevice, name: &str, elems: usize, dtype: Dtype) -
     check(unsafe { sys::cuMemAllocManaged(&mut addr, bytes, ATTACH_GLOBAL) }, operation)?;
     let slice = dev.allocated.add(DeviceSlice::at(addr, elems, dtype));
     dev.allocations.push((name.into(), slice));
-    for (advice, whose) in [(PREFERRED_LOCATION, HOST), (ACCESSED_BY, dev.gpu)] {
+    for (advice, processor) in [(PREFERRED_LOCATION, HOST), (ACCESSED_BY, dev.gpu)] {
         // SAFETY: just allocated, of this size.
-        check(unsafe { sys::cuMemAdvise(addr, bytes, advice, whose) }, operation)?;
+        check(unsafe { sys::cuMemAdvise(addr, bytes, advice, processor) }, operation)?;
     }
     // The prefetch creates the pages, so a host without room for them fails here.
     prefetch(dev, Stream::Compute, slice, MemorySpace::Host)?;

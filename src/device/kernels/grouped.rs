@@ -24,7 +24,7 @@ pub struct GroupedShape {
 
 impl GroupedShape {
     /// The product of all rows with a single weight, which has the same FLOPs.
-    pub(crate) fn together(&self) -> MatmulShape {
+    pub(crate) fn as_one(&self) -> MatmulShape {
         let Self { layout, rows, outs, ins, .. } = *self;
         let (m, n, k) = match layout {
             MatmulLayout::Nt => (rows, outs, ins),
@@ -81,7 +81,7 @@ impl Kernel for GroupedMatmul {
     }
 
     fn flops(&self) -> f64 {
-        self.shape.together().flops()
+        self.shape.as_one().flops()
     }
 
     fn flops_per_s(&self, rates: &Rates) -> f64 {

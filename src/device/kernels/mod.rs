@@ -15,10 +15,13 @@ pub(super) mod route;
 pub(super) mod sinks;
 pub(super) mod transfer;
 
+pub use self::{
+    attention::*, cross_entropy::*, embed::*, experts::*, grouped::*, key_gradients::*, norm::*, pointwise::*, product::*, quantize::*,
+    rope::*, route::*, sinks::*, transfer::*,
+};
 use super::Device;
 use super::kernel::{Checked, Kernel};
 use crate::error::Result;
-use quantize::WithScale;
 
 /// A device that supports the kernel `K`.
 pub trait Launch<K: Kernel>: Device {

@@ -66,7 +66,7 @@ impl fmt::Display for ProductAlgorithm {
         let MatmulShape { layout, m, n, k } = self.shape;
         let parts = if self.split_k > 1 { format!(" in {} parts", self.split_k) } else { String::new() };
         write!(f, "algorithm {}{parts} for {m} x {n} x {k} ({layout:?}) on {}", self.algorithm, self.dtype)?;
-        self.experts.map_or(Ok(()), |experts| write!(f, " of {experts} experts"))
+        if let Some(experts) = self.experts { write!(f, " of {experts} experts") } else { Ok(()) }
     }
 }
 

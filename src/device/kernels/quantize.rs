@@ -132,7 +132,7 @@ impl<K: WritesMatrix> Kernel for WithScale<K> {
 
     fn check_shape(&self) -> Result<()> {
         self.kernel.check_shape()?;
-        self.cell.map_or(Ok(()), |cell| check_format(Self::NAME, cell.format))
+        if let Some(cell) = self.cell { check_format(Self::NAME, cell.format) } else { Ok(()) }
     }
 }
 

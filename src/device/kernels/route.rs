@@ -155,7 +155,7 @@ impl Kernel for Dispatch {
     const NAME: &'static str = "dispatch";
 
     fn check_shape(&self) -> Result<()> {
-        check_shares(Self::NAME, self.slots, rows(self.x, self.cols))
+        check_slots(Self::NAME, self.slots, rows(self.x, self.cols))
     }
 
     fn operands(&self) -> impl AsRef<[Operand]> {
@@ -165,7 +165,7 @@ impl Kernel for Dispatch {
 }
 
 /// Checks that the rows in `slots` divide evenly among the tokens.
-fn check_shares(kernel: &'static str, slots: DeviceSlice, tokens: usize) -> Result<()> {
+fn check_slots(kernel: &'static str, slots: DeviceSlice, tokens: usize) -> Result<()> {
     let rows = slots.elems();
     if tokens > 0 && rows.is_multiple_of(tokens) {
         return Ok(());
@@ -194,7 +194,7 @@ impl Kernel for Combine {
     const NAME: &'static str = "combine";
 
     fn check_shape(&self) -> Result<()> {
-        check_shares(Self::NAME, self.slots, rows(self.out, self.cols))
+        check_slots(Self::NAME, self.slots, rows(self.out, self.cols))
     }
 
     fn operands(&self) -> impl AsRef<[Operand]> {

@@ -71,7 +71,9 @@ impl SumSlices {
     /// If there are more than [`PARTS_MAX`] parts.
     pub fn new(stream: Stream, parts: &[DeviceSlice], before: Option<DeviceSlice>, out: DeviceSlice) -> Self {
         let mut all = [None; PARTS_MAX];
-        all[..parts.len()].iter_mut().zip(parts).for_each(|(place, part)| *place = Some(*part));
+        for (place, part) in all[..parts.len()].iter_mut().zip(parts) {
+            *place = Some(*part);
+        }
         Self { stream, parts: all, before, out }
     }
 
@@ -157,7 +159,9 @@ impl Kernel for Adam {
     fn operands(&self) -> impl AsRef<[Operand]> {
         let n = self.params.elems();
         let mut all = operands![self; Update params[n] Float32, Update m[n], Update v[n], Read grads[n], Write out[n]];
-        [1, 2].into_iter().for_each(|moment: usize| all[moment].dtype = Some(self.m.dtype()));
+        for moment in [1, 2] {
+            all[moment].dtype = Some(self.m.dtype());
+        }
         all
     }
 

@@ -6,7 +6,7 @@
 mod pool;
 mod world;
 
-use super::{Checked, Device, DeviceKind, DeviceSlice, EventId, Kernel, Launch, MatrixPart, Peers, Stream, Swap};
+use super::{Checked, Device, DeviceKind, DeviceLibraries, DeviceSlice, EventId, Kernel, Launch, MatrixPart, Peers, Stream, Swap};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::hardware::rates::Rates;
@@ -147,6 +147,8 @@ impl Peers for SimDevice {
         Ok(())
     }
 }
+
+impl DeviceLibraries for SimDevice {}
 
 impl Device for SimDevice {
     fn describe(&self) -> String {

@@ -284,7 +284,9 @@ impl World {
     /// Advances the clock to the next completion; false when no work is running.
     pub(crate) fn advance(&mut self) -> bool {
         let next = self.next_end_ns();
-        next.into_iter().for_each(|at| self.pass(at));
+        if let Some(at) = next {
+            self.pass(at);
+        }
         next.is_some()
     }
 
@@ -358,7 +360,9 @@ impl World {
                 }
                 Some(SimOp::Wait { .. }) => {
                     let since = lane.waiting_since_ns.take().filter(|since| *since < now_ns);
-                    since.into_iter().for_each(|since| lane.span("wait", u32::MAX, since, now_ns));
+                    if let Some(since) = since {
+                        lane.span("wait", u32::MAX, since, now_ns);
+                    }
                 }
                 Some(SimOp::Record { event, version }) => {
                     self.events[*event].done = *version;

@@ -59,10 +59,10 @@ impl BounceBuffer {
     /// Copies all of `source` from the device to the host's state.
     pub(in crate::engine) fn to_host<D: Device>(&self, (dev, host): Sides<'_, D>, source: DeviceSlice, target: PinnedSlice) -> Result<()> {
         let width = source.dtype().bytes();
-        let mut room = vec![0; PIECE_ELEMS.min(source.elems()) * width];
+        let mut buffer = vec![0; PIECE_ELEMS.min(source.elems()) * width];
         for start in (0..source.elems()).step_by(PIECE_ELEMS) {
             let elems = PIECE_ELEMS.min(source.elems() - start);
-            let piece = &mut room[..elems * width];
+            let piece = &mut buffer[..elems * width];
             self.download((dev, host), source.slice(start, elems), piece)?;
             if host.is_backed() {
                 host.lend_mut(target.slice(start * width, piece.len())).copy_from_slice(piece);
@@ -79,10 +79,10 @@ impl BounceBuffer {
         target: DeviceSlice,
     ) -> Result<()> {
         let width = target.dtype().bytes();
-        let mut room = vec![0; PIECE_ELEMS.min(target.elems()) * width];
+        let mut buffer = vec![0; PIECE_ELEMS.min(target.elems()) * width];
         for start in (0..target.elems()).step_by(PIECE_ELEMS) {
             let elems = PIECE_ELEMS.min(target.elems() - start);
-            let piece = &mut room[..elems * width];
+            let piece = &mut buffer[..elems * width];
             if host.is_backed() {
                 piece.copy_from_slice(host.lend(source.slice(start * width, piece.len())));
             }

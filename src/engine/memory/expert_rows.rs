@@ -51,7 +51,9 @@ impl ExpertRows {
         if !self.rows.is_empty() {
             for bounds in host.lend::<i32>(self.host_bounds).chunks_exact(self.micro_batch_bytes / 4) {
                 let segments = self.bounds.iter().flat_map(|layer| bounds[layer.clone()].windows(2));
-                self.rows.iter_mut().zip(segments).for_each(|(rows, ends)| *rows += ends[0].abs_diff(ends[1]) as u64);
+                for (rows, ends) in self.rows.iter_mut().zip(segments) {
+                    *rows += ends[0].abs_diff(ends[1]) as u64;
+                }
             }
         }
     }

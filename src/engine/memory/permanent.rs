@@ -9,6 +9,7 @@ use crate::host::pinned::PinnedSlice;
 use crate::model::init::init_flat;
 use crate::model::tensors::TensorTable;
 use crate::optim::PIECE_ELEMS;
+use crate::optim::state_array::StatePart;
 use crate::planner::plan::Plan;
 
 pub(in crate::engine) struct Memory {
@@ -20,7 +21,7 @@ pub(in crate::engine) struct Memory {
 
 impl Memory {
     pub(in crate::engine) fn new<D: Device>(plan: &Plan, slices: &Slices, (dev, host): Sides<'_, D>) -> Result<Self> {
-        let states = StateTiers::new(plan.recipe.numerics.moments, slices, (dev, host))?;
+        let states = StateTiers::new(plan.optimizer().arrays(), slices, (dev, host))?;
         let batches = host.alloc("batches", plan.micro_batches_of_rank() * batch_bytes(plan))?;
         dev.pin(batches)?;
         Ok(Self { states, batches, bounce_buffer: BounceBuffer::new((dev, host))? })
@@ -31,7 +32,7 @@ impl Memory {
         self.batches.slice(micro_step * batch_bytes(plan), batch_bytes(plan))
     }
 
-    /// Writes random initial parameters into the state, with `threads` threads. Leaves m and v unchanged. No job may be running.
+    /// Writes random initial parameters into the state, with `threads` threads. Leaves all other arrays unchanged. No job may be running.
     pub(in crate::engine) fn init_params<D: Device>(
         &self,
         (dev, host): Sides<'_, D>,
@@ -42,15 +43,16 @@ impl Memory {
     ) -> Result<()> {
         for state in self.states.host_parts(&(0..self.states.host_elems())) {
             for (flat, local) in slices.pieces(state.first..state.end()) {
-                let memory = state.params.slice((local - state.first) * 4, flat.len() * 4);
+                let memory = state.arrays[StatePart::PARAMS].slice((local - state.first) * 4, flat.len() * 4);
                 init_flat(table, seed, flat.start, host.lend_mut(memory), threads)?;
             }
         }
-        for DeviceState { local, params, .. } in &self.states.device {
-            let mut room = vec![0.0; PIECE_ELEMS.min(params.elems())];
+        for DeviceState { local, arrays } in &self.states.device {
+            let params = arrays[StatePart::PARAMS];
+            let mut buffer = vec![0.0; PIECE_ELEMS.min(params.elems())];
             for (flat, start) in slices.pieces(local.clone()) {
                 for piece in (0..flat.len()).step_by(PIECE_ELEMS) {
-                    let part = &mut room[..PIECE_ELEMS.min(flat.len() - piece)];
+                    let part = &mut buffer[..PIECE_ELEMS.min(flat.len() - piece)];
                     init_flat(table, seed, flat.start + piece, part, threads)?;
                     self.bounce_buffer.upload((dev, host), part, params.slice(start - local.start + piece, part.len()))?;
                 }

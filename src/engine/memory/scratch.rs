@@ -113,7 +113,7 @@ fn step_memory<D: Device>(
     };
     let (grads, params) = (slots("gradient slots", plan.placement.grad_slots)?, slots("parameter slots", plan.placement.param_slots)?);
     let (segments, kernels) = (local_segments(&segments(table), slices), AdamKernels::new(plan.site.isa)?);
-    Ok(StepMemory { grads, params, segments, hyper: plan.recipe.optimizer, kernels })
+    Ok(StepMemory { grads, params, segments, optimizer: plan.optimizer(), kernels })
 }
 
 /// Neighbouring tensors with the same decay rule, joined. Padding belongs to the tensor before it.

@@ -8,8 +8,8 @@ use crate::device::{Device, DeviceSlice, Sides};
 use crate::engine::step_job::HostState;
 use crate::error::Result;
 use crate::host::pinned::HostMemory;
-use crate::optim::StatePart;
-use crate::optim::moments::{Moments, Rounding};
+use crate::optim::moments::Rounding;
+use crate::optim::state_array::{PerArray, StateArray, StateArrays, StatePart};
 use std::ops::Range;
 
 /// State of a bucket that the device steps.
@@ -17,39 +17,31 @@ use std::ops::Range;
 pub(in crate::engine) struct DeviceState {
     /// Local range of the state.
     pub(in crate::engine) local: Range<usize>,
-    pub(in crate::engine) params: DeviceSlice,
-    pub(in crate::engine) m: DeviceSlice,
-    pub(in crate::engine) v: DeviceSlice,
+    pub(in crate::engine) arrays: PerArray<DeviceSlice>,
 }
 
 impl DeviceState {
-    fn new<D: Device>(dev: &mut D, moments: Moments, tier: Tier, local: Range<usize>) -> Result<Self> {
-        let mut array = |part, resident: &str, paged: &str| match tier {
-            Tier::Unified => dev.alloc_unified(paged, local.len(), moments.dtype(part)),
-            Tier::Host | Tier::Device => dev.alloc(resident, local.len(), moments.dtype(part)),
+    fn new<D: Device>(dev: &mut D, arrays: StateArrays, tier: Tier, local: Range<usize>) -> Result<Self> {
+        let alloc = |array: &StateArray| match tier {
+            Tier::Unified => dev.alloc_unified(&format!("paged {}", array.name), local.len(), array.dtype),
+            Tier::Host | Tier::Device => dev.alloc(&format!("resident {}", array.name), local.len(), array.dtype),
         };
-        let params = array(StatePart::Params, "resident parameters", "paged parameters")?;
-        let (m, v) = (array(StatePart::M, "resident m", "paged m")?, array(StatePart::V, "resident v", "paged v")?);
-        Ok(Self { params, m, v, local })
+        let arrays = PerArray::try_new(arrays, alloc)?;
+        Ok(Self { local, arrays })
     }
 
     /// The part within a local range, if any.
     fn part(&self, local: &Range<usize>) -> Option<Self> {
         let common = local.start.max(self.local.start)..local.end.min(self.local.end);
-        let part = |s: DeviceSlice| s.slice(common.start - self.local.start, common.len());
-        let [params, m, v] = self.arrays();
-        (!common.is_empty()).then(|| Self { params: part(params), m: part(m), v: part(v), local: common.clone() })
-    }
-
-    pub(in crate::engine) fn arrays(&self) -> [DeviceSlice; 3] {
-        [self.params, self.m, self.v]
+        let part = |_, whole: DeviceSlice| whole.slice(common.start - self.local.start, common.len());
+        (!common.is_empty()).then(|| Self { arrays: self.arrays.map(part), local: common.clone() })
     }
 }
 
 /// The state of all buckets.
 #[derive(Debug)]
 pub(in crate::engine) struct StateTiers {
-    moments: Moments,
+    arrays: StateArrays,
     /// Pieces of whole buckets in order, from the first bucket on. There are several after buckets were moved from the device.
     host: Vec<HostState>,
     /// By bucket, after the buckets of the host.
@@ -57,12 +49,12 @@ pub(in crate::engine) struct StateTiers {
 }
 
 impl StateTiers {
-    pub(in crate::engine) fn new<D: Device>(moments: Moments, slices: &Slices, (dev, host): Sides<'_, D>) -> Result<Self> {
+    pub(in crate::engine) fn new<D: Device>(arrays: StateArrays, slices: &Slices, (dev, host): Sides<'_, D>) -> Result<Self> {
         let (layout, on_host) = (slices.layout(), slices.elems_in(Tier::Host));
-        let state = |bucket| DeviceState::new(dev, moments, layout.tier(bucket), slices.local(bucket));
+        let state = |bucket| DeviceState::new(dev, arrays, layout.tier(bucket), slices.local(bucket));
         let device = (layout.offloaded()..layout.count()).map(state).collect::<Result<_>>()?;
-        let host = if on_host.is_empty() { Vec::new() } else { vec![host_state(host, moments, on_host, slices)?] };
-        Ok(Self { moments, host, device })
+        let host = if on_host.is_empty() { Vec::new() } else { vec![host_state(host, arrays, on_host, slices)?] };
+        Ok(Self { arrays, host, device })
     }
 
     /// Number of elements on the host.
@@ -105,16 +97,17 @@ impl StateTiers {
         rounding: Rounding,
     ) -> Result<()> {
         let local = start..start + source.len();
+        let array = &self.arrays[part];
         let store = |from: usize, to: &mut [u8]| {
-            let values = &source[from..][..to.len() / self.moments.dtype(part).bytes()];
-            self.moments.store(part, values, rounding.behind(from), to);
+            let values = &source[from..][..to.len() / array.bytes(1)];
+            array.store(values, rounding.behind(from), to);
         };
         for state in self.host_parts(&local) {
-            store(state.first - start, host.lend_mut(state.arrays()[part as usize]));
+            store(state.first - start, host.lend_mut(state.arrays[part]));
         }
         for state in self.device.iter().filter_map(|state| state.part(&local)) {
             let from = state.local.start - start;
-            bounce_buffer.fill((dev, host), state.arrays()[part as usize], |elems, to| store(from + elems.start, to))?;
+            bounce_buffer.fill((dev, host), state.arrays[part], |elems, to| store(from + elems.start, to))?;
         }
         Ok(())
     }
@@ -128,18 +121,18 @@ impl StateTiers {
         start: usize,
         out: &mut [f32],
     ) -> Result<()> {
-        let local = start..start + out.len();
+        let (local, array) = (start..start + out.len(), &self.arrays[part]);
         for state in self.host_parts(&local) {
-            let memory = state.arrays()[part as usize];
-            self.moments.load(part, &mut out[state.first - start..state.end() - start], |bytes| {
+            let memory = state.arrays[part];
+            array.load(&mut out[state.first - start..state.end() - start], |bytes| {
                 bytes.copy_from_slice(host.lend(memory));
                 Ok(())
             })?;
         }
         for state in self.device.iter().filter_map(|state| state.part(&local)) {
-            let memory = state.arrays()[part as usize];
+            let memory = state.arrays[part];
             let out = &mut out[state.local.start - start..][..memory.elems()];
-            self.moments.load(part, out, |bytes| bounce_buffer.download((dev, host), memory, bytes))?;
+            array.load(out, |bytes| bounce_buffer.download((dev, host), memory, bytes))?;
         }
         Ok(())
     }
@@ -158,17 +151,17 @@ impl StateTiers {
         if coming.is_empty() {
             return Ok(());
         }
-        let piece = host_state(host, self.moments, coming.clone(), slices)?;
+        let piece = host_state(host, self.arrays, coming.clone(), slices)?;
         let count = self.device.partition_point(|state| state.local.end <= coming.end);
         // A rank may own nothing of a short bucket.
         for state in self.device[..count].iter().filter(|state| !state.local.is_empty()) {
-            let targets = piece.part(&state.local).expect("a part of the incoming data").arrays();
-            for (source, target) in state.arrays().into_iter().zip(targets) {
+            let targets = piece.part(&state.local).expect("a part of the incoming data").arrays;
+            for (source, target) in state.arrays.into_iter().zip(targets) {
                 bounce_buffer.to_host((dev, host), source, target)?;
             }
         }
         self.host.push(piece);
-        self.device.drain(..count).flat_map(|state| state.arrays()).try_for_each(|memory| dev.free(memory))
+        self.device.drain(..count).flat_map(|state| state.arrays).try_for_each(|memory| dev.free(memory))
     }
 
     /// Moves buckets from the host to the device if `slices` has them there. No job may be running.
@@ -186,16 +179,16 @@ impl StateTiers {
         let going = going.filter(|local| (kept..self.host_elems()).contains(&local.start));
         let mut sent = Vec::new();
         let taken = going.into_iter().try_for_each(|local| {
-            sent.push(DeviceState::new(dev, self.moments, Tier::Device, local)?);
+            sent.push(DeviceState::new(dev, self.arrays, Tier::Device, local)?);
             Ok(())
         });
         let copied = taken.and_then(|()| {
-            let arrays = |state: &DeviceState| self.on_host(&state.local).arrays().into_iter().zip(state.arrays()).collect::<Vec<_>>();
+            let arrays = |state: &DeviceState| self.on_host(&state.local).arrays.into_iter().zip(state.arrays);
             let mut copies = sent.iter().flat_map(arrays);
             copies.try_for_each(|(source, target)| bounce_buffer.to_device((dev, host), source, target))
         });
         if let Err(error) = copied {
-            sent.iter().flat_map(DeviceState::arrays).try_for_each(|memory| dev.free(memory))?;
+            sent.iter().flat_map(|state| state.arrays).try_for_each(|memory| dev.free(memory))?;
             return Err(error);
         }
         self.device.splice(..0, sent);
@@ -207,7 +200,9 @@ impl StateTiers {
     fn keep_on_host(&mut self, kept: usize, host: &mut HostMemory) {
         for state in self.host.iter_mut().filter(|state| state.end() > kept) {
             let left = state.slice(&(state.first..kept.max(state.first)));
-            state.arrays().iter().zip(left.arrays()).for_each(|(memory, left)| host.give_back(memory.addr(), left.bytes()));
+            for (memory, left) in state.arrays.into_iter().zip(left.arrays) {
+                host.give_back(memory.addr(), left.bytes());
+            }
             *state = left;
         }
         self.host.retain(|state| state.end() > state.first);
@@ -215,19 +210,13 @@ impl StateTiers {
 }
 
 /// Allocates host memory for the state of the local range `local`, which consists of whole buckets.
-fn host_state(host: &mut HostMemory, moments: Moments, local: Range<usize>, slices: &Slices) -> Result<HostState> {
-    let period_elems = slices.slice_elems().min(local.len());
-    let mut taken = Vec::new();
-    let all = ["parameters", "m", "v"].into_iter().zip(StatePart::ALL).try_for_each(|(name, part)| {
-        let width = moments.dtype(part).bytes();
-        taken.push(host.alloc_periodic(name, local.len() * width, period_elems * width)?);
-        Ok(())
+fn host_state(host: &mut HostMemory, list: StateArrays, local: Range<usize>, slices: &Slices) -> Result<HostState> {
+    let (period_elems, mut taken) = (slices.slice_elems().min(local.len()), Vec::new());
+    let arrays = PerArray::try_new(list, |array| {
+        let memory = host.alloc_periodic(array.name, array.bytes(local.len()), array.bytes(period_elems))?;
+        taken.push(memory);
+        Ok(memory)
     });
-    match taken[..] {
-        [params, m, v] => Ok(HostState { first: local.start, moments, params, m, v }),
-        _ => {
-            taken.iter().for_each(|memory| host.give_back(memory.addr(), 0));
-            all.map(|()| unreachable!("three arrays"))
-        }
-    }
+    let arrays = arrays.inspect_err(|_| taken.iter().for_each(|memory| host.give_back(memory.addr(), 0)))?;
+    Ok(HostState { first: local.start, list, arrays })
 }

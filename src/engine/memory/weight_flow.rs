@@ -4,7 +4,7 @@
 
 use super::prefetch_buffer::PrefetchBuffer;
 use crate::device::{Cast, Device, DeviceSlice, EventId, Kernels, Stream};
-use crate::engine::ranks::exchange::Exchange;
+use crate::engine::ranks::exchange::WeightPort;
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
 use crate::memory::RingShape;
@@ -59,7 +59,7 @@ impl WeightRing {
     }
 
     /// Whether `module` is present, or no usable weights occupy its location.
-    fn has_room(&self, module: usize) -> bool {
+    fn has_capacity(&self, module: usize) -> bool {
         self.has(module) || self.in_the_way(module).all(|other| self.modules[other].1 == RingContent::Stale)
     }
 
@@ -158,11 +158,11 @@ impl WeightFlow {
 
     /// Whether the weights of `module` are on the device, in the ring or in the prefetch buffer.
     pub(in crate::engine) fn has(&self, module: usize) -> bool {
-        self.weight_ring.has(module) || self.awaits_room(module)
+        self.weight_ring.has(module) || self.awaits_place(module)
     }
 
     /// Whether the weights of `module` are in the prefetch buffer. They are copied into the ring before they are used.
-    pub(in crate::engine) fn awaits_room(&self, module: usize) -> bool {
+    pub(in crate::engine) fn awaits_place(&self, module: usize) -> bool {
         self.prefetch_buffer.has(module)
     }
 
@@ -193,8 +193,8 @@ impl WeightFlow {
     }
 
     /// Whether `module` is present or can be fetched without overwriting usable weights.
-    pub(in crate::engine) fn has_room(&self, module: usize) -> bool {
-        self.weight_ring.has_room(module)
+    pub(in crate::engine) fn has_capacity(&self, module: usize) -> bool {
+        self.weight_ring.has_capacity(module)
     }
 
     fn stream(&self) -> Stream {
@@ -203,7 +203,7 @@ impl WeightFlow {
 
     /// Enqueues the copy of the weights of `module` into the ring, after [`WeightFlow::make_way`]; returns the bytes that cross the host's
     /// link.
-    pub(in crate::engine) fn fetch<D: Kernels>(&mut self, dev: &mut D, exchange: &mut dyn Exchange<D>, module: usize) -> Result<u64> {
+    pub(in crate::engine) fn fetch<D: Kernels>(&mut self, dev: &mut D, exchange: &mut dyn WeightPort<D>, module: usize) -> Result<u64> {
         let range = self.streamed(module);
         let bytes = match self.source {
             Source::Host(host) => {
@@ -220,7 +220,7 @@ impl WeightFlow {
     }
 
     /// Makes later work on the compute stream wait for the weights of `module`, which was fetched or prefetched.
-    pub(in crate::engine) fn arrive<D: Kernels>(&mut self, dev: &mut D, exchange: &dyn Exchange<D>, module: usize) -> Result<()> {
+    pub(in crate::engine) fn arrive<D: Kernels>(&mut self, dev: &mut D, exchange: &dyn WeightPort<D>, module: usize) -> Result<()> {
         if let Some(src) = self.prefetch_buffer.take(module) {
             // The compute stream no longer uses the weights that this overwrites: a pass goes from neighbour to neighbour.
             dev.wait(Stream::Compute, self.fetched[module])?;
@@ -297,12 +297,12 @@ mod tests {
         (0..2).for_each(|module| w.put(module));
         w.forget(&(2..4));
         assert!(!w.has(0) && w.has(1) && in_the_way(&w, 0) == [0] && in_the_way(&w, 2) == [0]);
-        assert!(w.has_room(1) && w.has_room(2), "what is stale makes room");
+        assert!(w.has_capacity(1) && w.has_capacity(2), "what is stale makes room");
         w.forget(&(3..5));
         assert!(!w.has(1));
         w.put(0);
         assert!(w.has(0) && !w.has(1));
-        assert!(w.has_room(0) && w.has_room(1) && !w.has_room(2), "the third lies where the first does");
+        assert!(w.has_capacity(0) && w.has_capacity(1) && !w.has_capacity(2), "the third lies where the first does");
     }
 
     #[test]

@@ -17,6 +17,7 @@ use super::route::{Hop, route};
 use super::verdict::{SpeculationHistory, Verdict};
 use crate::bucket::layout::BucketLayout;
 use crate::bucket::slot::{FreeList, Slot};
+use crate::optim::optimizer::Update;
 use crate::planner::rules::{Policy, Rules};
 use law::{Late, Phase, Queued, Tally};
 use std::collections::VecDeque;
@@ -39,17 +40,6 @@ impl Staging {
     fn streams(&self) -> bool {
         cfg!(feature = "weight-flow") && self.streamed_weights
     }
-}
-
-/// One application of a gradient: optimizer step, learning rate and gradient scale.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Update {
-    /// The optimizer step, from 1: Adam's `t`.
-    pub optimizer_step: u64,
-    /// Learning rate of that step.
-    pub learning_rate: f64,
-    /// Factor on the gradients: clip scale divided by loss scale.
-    pub scale: f32,
 }
 
 /// A gradient slot and the update to apply with it.

@@ -42,20 +42,20 @@ pub(in crate::engine) struct Leg {
     /// Whether a bucket may be in the hop twice at once; its two slots then distinguish the two passes.
     pub(crate) by_slot: bool,
     /// Description of the data, for hops that the coordinator waits for.
-    pub what: &'static str,
+    pub noun: &'static str,
     /// Description of the start of the hop, and of the wait that follows.
     pub begun: [&'static str; 2],
     /// Description of the end of the hop, and of the wait that follows.
     pub done: [&'static str; 2],
 }
 
-const LEG: Leg = Leg { stream: None, after: &[], window: None, by_slot: false, what: "", begun: ["", ""], done: ["", ""] };
+const LEG: Leg = Leg { stream: None, after: &[], window: None, by_slot: false, noun: "", begun: ["", ""], done: ["", ""] };
 
 /// Every hop, in the order of [`Hop`].
 const LEGS: [Leg; 10] = [
     Leg {
         stream: Some(Stream::Compute),
-        what: "the gradient",
+        noun: "the gradient",
         begun: ["gradient enqueued: bucket", "waits for the device to compute its gradient"],
         done: ["gradient computed: bucket", "waits for a staging slot for its gradient"],
         ..LEG
@@ -63,7 +63,7 @@ const LEGS: [Leg; 10] = [
     Leg {
         stream: Some(Stream::D2h),
         after: &[Hop::Backward, Hop::HeadBackward],
-        what: "the gradient's copy",
+        noun: "the gradient's copy",
         begun: ["copy gradient: bucket", "waits for its gradient's copy to the host"],
         done: ["gradient arrived: bucket", "waits for the optimizer's workers, or for the verdict"],
         ..LEG
@@ -76,7 +76,7 @@ const LEGS: [Leg; 10] = [
     Leg {
         stream: Some(Stream::H2d),
         by_slot: true,
-        what: "the parameters' copy",
+        noun: "the parameters' copy",
         begun: ["copy parameters: bucket", "waits for its parameters' copy to the device"],
         done: ["parameters copied: bucket", "nothing is pending"],
         ..LEG
@@ -104,7 +104,7 @@ const LEGS: [Leg; 10] = [
     },
     Leg {
         stream: Some(Stream::Compute),
-        what: "the output matrix's gradient",
+        noun: "the output matrix's gradient",
         begun: ["output matrix's gradient enqueued: bucket", "waits for the device to compute the output matrix's gradient"],
         done: ["output matrix's gradient computed: bucket", "waits for a staging slot for its gradient"],
         ..LEG
@@ -112,7 +112,7 @@ const LEGS: [Leg; 10] = [
     Leg {
         stream: Some(Stream::D2h),
         after: &[Hop::Backward],
-        what: "the copy of its rows' gradient",
+        noun: "the copy of its rows' gradient",
         begun: ["copy gradient of rows: bucket", "waits for the copy of its rows' gradient to the host"],
         done: ["gradient of rows arrived: bucket", "waits for the optimizer's workers"],
         ..LEG
@@ -120,7 +120,7 @@ const LEGS: [Leg; 10] = [
     Leg {
         stream: Some(Stream::H2d),
         by_slot: true,
-        what: "the copy of its rows' parameters",
+        noun: "the copy of its rows' parameters",
         begun: ["copy parameters of rows: bucket", "waits for the copy of its rows' parameters to the device"],
         done: ["parameters of rows copied: bucket", "nothing is pending"],
         ..LEG
@@ -176,9 +176,9 @@ mod tests {
     fn the_hops_of_a_route_are_reported_or_enqueued() {
         for (tier, early) in [(Tier::Host, false), (Tier::Host, true), (Tier::Unified, false), (Tier::Device, false)] {
             for hop in route(tier, early) {
-                let Leg { stream, what, done, .. } = hop.leg();
-                let is_told = tier.is_offloaded() || *hop == Hop::Backward;
-                assert_eq!((is_told, is_told && stream.is_some()), (!done[0].is_empty(), !what.is_empty()), "{hop:?} of {tier:?}");
+                let Leg { stream, noun, done, .. } = hop.leg();
+                let is_recorded = tier.is_offloaded() || *hop == Hop::Backward;
+                assert_eq!((is_recorded, is_recorded && stream.is_some()), (!done[0].is_empty(), !noun.is_empty()), "{hop:?} of {tier:?}");
             }
         }
     }

@@ -1,5 +1,6 @@
 //! The verdict that follows from a step's gradient norm, and the decision whether to speculate on the next step.
 
+use crate::optim::clip::{ClipMemory, ClipRule};
 use crate::units::{ClipScale, Norm};
 
 /// The outcome of validation (paper 4.4), known after all gradients of the step are computed.
@@ -14,16 +15,13 @@ pub enum Verdict {
 }
 
 impl Verdict {
-    /// Decides the verdict. A `max_norm` of 0 turns clipping off, as in Hugging Face's TrainingArguments.
-    pub fn new(norm: Norm, nonfinite: bool, max_norm: f64) -> Self {
+    /// Decides the verdict. `rule` clips, and keeps its values in `memory`.
+    pub fn new(norm: Norm, nonfinite: bool, rule: ClipRule, memory: &mut ClipMemory) -> Self {
         // If the sum of squares overflows, no step should use the gradients.
         if nonfinite || !norm.0.is_finite() {
             return Self::SkipNonFinite;
         }
-        match norm.clip_scale(max_norm) {
-            Some(scale) if max_norm > 0.0 => Self::Clip(scale),
-            _ => Self::Commit,
-        }
+        rule.scale(norm, memory).map_or(Self::Commit, Self::Clip)
     }
 }
 
@@ -72,12 +70,15 @@ mod tests {
 
     #[test]
     fn verdicts() {
-        assert_eq!(Verdict::new(Norm(0.5), false, 1.0), Verdict::Commit);
-        assert!(matches!(Verdict::new(Norm(2.0), false, 1.0), Verdict::Clip(s) if s.0 == (1.0 / 2.000001f64) as f32));
-        assert_eq!(Verdict::new(Norm(2.0), false, 0.0), Verdict::Commit, "0 turns clipping off");
-        assert_eq!(Verdict::new(Norm(0.5), true, 1.0), Verdict::SkipNonFinite);
-        assert_eq!(Verdict::new(Norm(f64::INFINITY), false, 0.0), Verdict::SkipNonFinite);
-        assert_eq!(Verdict::new(Norm(f64::NAN), false, 0.0), Verdict::SkipNonFinite);
+        let verdict = |norm: f64, nonfinite, max_norm| {
+            Verdict::new(Norm(norm), nonfinite, ClipRule::GlobalNorm { max_norm }, &mut ClipMemory::default())
+        };
+        assert_eq!(verdict(0.5, false, 1.0), Verdict::Commit);
+        assert!(matches!(verdict(2.0, false, 1.0), Verdict::Clip(s) if s.0 == (1.0 / 2.000001f64) as f32));
+        assert_eq!(verdict(2.0, false, 0.0), Verdict::Commit, "0 turns clipping off");
+        assert_eq!(verdict(0.5, true, 1.0), Verdict::SkipNonFinite);
+        assert_eq!(verdict(f64::INFINITY, false, 0.0), Verdict::SkipNonFinite);
+        assert_eq!(verdict(f64::NAN, false, 0.0), Verdict::SkipNonFinite);
     }
 
     #[test]

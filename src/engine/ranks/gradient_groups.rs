@@ -1,22 +1,22 @@
-//! The sum of the gradients of a step's shares, exactly as defined: in fp32, in the order of shares, rounded once. With groups, the sum of
-//! each group is computed and rounded this way, and then the sums of the groups are added this way. The bits do not depend on the number of
-//! devices or rounds, because every later round continues from the fp32 sum.
+//! The sum of the gradients of a step's partial sums, exactly as defined: in fp32, in the order of partial sums, rounded once. With groups,
+//! the sum of each group is computed and rounded this way, and then the sums of the groups are added this way. The bits do not depend on
+//! the number of devices or rounds, because every later round continues from the fp32 sum.
 
 use crate::device::{DeviceSlice, Kernels, PARTS_MAX, Stream, SumSlices};
 use crate::error::Result;
 use crate::planner::plan::Plan;
 
-/// Order in which the shares of a step are added.
+/// Order in which the partial sums of a step are added.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::engine) struct PartialSumChain {
     /// Shares of a step.
     partial_sums: usize,
-    /// Number of consecutive shares in a group. The sum of a group is rounded.
+    /// Number of consecutive partial sums in a group. The sum of a group is rounded.
     gradient_group: usize,
 }
 
-/// fp32 sums of a slice that are stored between two rounds: the sum of whole groups, and the sum of the shares of an incomplete group. Sums
-/// that are not needed are `None`.
+/// fp32 sums of a slice that are stored between two rounds: the sum of whole groups, and the sum of the partial sums of an incomplete
+/// group. Sums that are not needed are `None`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::engine) struct KeptSums {
     pub(in crate::engine) total: Option<DeviceSlice>,
@@ -32,7 +32,7 @@ impl KeptSums {
 }
 
 impl PartialSumChain {
-    /// The addition of the shares of `plan`.
+    /// The addition of the partial sums of `plan`.
     pub(in crate::engine) fn of(plan: &Plan) -> Self {
         Self { partial_sums: plan.recipe.step.shares, gradient_group: plan.recipe.step.group }
     }
@@ -42,12 +42,12 @@ impl PartialSumChain {
         Self { partial_sums: self.partial_sums / self.gradient_group, gradient_group: 1 }
     }
 
-    /// The addition of the shares of one group.
+    /// The addition of the partial sums of one group.
     pub(in crate::engine) fn of_one_group(self) -> Self {
         Self { partial_sums: self.gradient_group, gradient_group: 1 }
     }
 
-    /// On `stream`, adds `parts`, the gradients of the shares from `first` on. The parts are overwritten. After the last share, `out`
+    /// On `stream`, adds `parts`, the gradients of the partial sums from `first` on. The parts are overwritten. After the last partial sum, `out`
     /// contains the step's gradient.
     pub(in crate::engine) fn add<D: Kernels>(
         self,

@@ -48,7 +48,7 @@ impl Handovers {
     }
 
     /// Whether all ranks of the group have published as many exchanges.
-    pub(in crate::engine) fn is_there(&self, progress: &ProgressCounters) -> bool {
+    pub(in crate::engine) fn has_arrived(&self, progress: &ProgressCounters) -> bool {
         self.sequence_group.clone().all(|rank| progress.handed(rank) >= self.published)
     }
 
@@ -58,18 +58,18 @@ impl Handovers {
         dev: &mut D,
         ranks: &[RankHandles<D::PeerHandle>],
         model: &Model,
-        (what, layer): (Handover, usize),
+        (handover, layer): (Handover, usize),
     ) -> Result<()> {
         let first = self.sequence_group.start;
         let own = first + model.activations.sequence.rank;
-        if what.is_new() {
+        if handover.is_new() {
             let last = turn(self.published - 1);
             let mut others = self.sequence_group.clone().filter(|rank| *rank != own);
             others.try_for_each(|rank| dev.wait_for(Stream::Compute, rank, ranks[rank].handed[last]))?;
         }
         let shared =
             |place: usize| -> &SharedActivations { ranks[first + place].memory.activations.as_ref().expect("all of them share sequences") };
-        model.take_over(dev, (what, layer), shared, |dev, place, from, to| dev.pull_rows(Stream::Compute, first + place, from, to))
+        model.take_over(dev, (handover, layer), shared, |dev, place, from, to| dev.pull_rows(Stream::Compute, first + place, from, to))
     }
 }
 

@@ -3,8 +3,8 @@
 //!
 //! A rank blocks in an exchange until its peers enter it, so all ranks need the same order of exchanges. Only the plan determines it:
 //! gradients are exchanged where they are written, and weights where the forward pass first needs them, or, if they cross with each fetch,
-//! before the preceding module. The order in which a pool finishes has no influence. Gradients of shares go from each rank to each rank of
-//! the other processes. Sums of groups and weights go to the inter-node peers only, from which the other local ranks pull weights.
+//! before the preceding module. The order in which a pool finishes has no influence. Gradients of partial sums go from each rank to each
+//! rank of the other processes. Sums of groups and weights go to the inter-node peers only, from which the other local ranks pull weights.
 
 use super::rendezvous::RankMemory;
 use crate::bucket::slices::Slices;
@@ -94,8 +94,8 @@ impl NcclTransport {
         self.note(ExchangeKind::Gradients, bucket, round);
         dev.wait(Stream::Compute, free)?;
         let swap = |peer: usize| {
-            let theirs = self.slices.of(peer, bucket);
-            Swap { peer, out: grads.slice(theirs.start, theirs.len()), into: into(peer) }
+            let slice = self.slices.of(peer, bucket);
+            Swap { peer, out: grads.slice(slice.start, slice.len()), into: into(peer) }
         };
         dev.swap(self.remote_ranks().filter(|peer| !self.is_grouped || self.is_inter_node_peer(*peer)).map(swap))?;
         dev.record(self.last, Stream::Compute)
@@ -136,9 +136,9 @@ impl NcclTransport {
         place(rank) == place(self.slices.rank())
     }
 
-    fn note(&mut self, what: ExchangeKind, bucket: usize, nth: u64) {
+    fn note(&mut self, kind: ExchangeKind, bucket: usize, nth: u64) {
         let elems = self.slices.layout().range(bucket).len() as u64;
-        for word in [what as u64, bucket as u64, nth, elems] {
+        for word in [kind as u64, bucket as u64, nth, elems] {
             self.passed = (self.passed.rotate_left(7) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         }
     }

@@ -20,7 +20,6 @@ use crate::launch::engine::{UseEngine, cpu_device, cpu_pool, on_cpus};
 use crate::launch::ranks::{self, LocalRanks};
 use crate::memory::{Addressing, DeviceMemory};
 use crate::model::shape::{DEMO_CONFIG, ModelShape};
-use crate::optim::StatePart;
 use crate::optim::norm::BLOCK;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
@@ -66,7 +65,7 @@ impl UseEngine for TrainingSchedule {
                 losses.push(engine.evaluate(&mut tokens)?.loss);
             }
             if step == self.steps / 2 {
-                go_on_from_here(&mut engine)?;
+                resume_in_place(&mut engine)?;
             }
         }
         Ok((losses, clipped, engine_state::digest(&mut engine)?))
@@ -74,10 +73,10 @@ impl UseEngine for TrainingSchedule {
 }
 
 /// Reads and writes the state, as a resume from a checkpoint does.
-fn go_on_from_here<D: Kernels>(engine: &mut Engine<D>) -> Result<()> {
+fn resume_in_place<D: Kernels>(engine: &mut Engine<D>) -> Result<()> {
     engine.flush()?;
     let mut state = vec![0.0; engine.table().params()];
-    for part in StatePart::ALL {
+    for part in engine.plan().optimizer().arrays().parts() {
         engine.read_state(part, 0, &mut state)?;
         engine.write_state(part, 0, &state)?;
     }
@@ -201,11 +200,11 @@ fn swaps_in_the_order_of_the_plan_give_the_bits_of_pulls() {
         let cases = [
             // Groups that are summed within a process.
             Settings { gpus: 2, gradient_group: Some(2), ..base.clone() },
-            // Two shares on each of two ranks of two processes, which pull relayed weights from each other.
+            // Two partial sums on each of two ranks of two processes, which pull relayed weights from each other.
             Settings { gpus: 2, ..shares(8, 2) },
             Settings { max_grad_norm: 0.0, processes: 3, ..base.clone() },
             base.clone(),
-            // Two shares of two micro-batches each.
+            // Two partial sums of two micro-batches each.
             shares(4, 4),
             Settings { gpus: 2, ..base.clone() },
             // Groups in two rounds, and groups that no process sums by itself.

@@ -4,14 +4,21 @@
 use super::*;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::config::settings::Settings;
-use crate::device::cpu::{CpuDevice, ROOM_OPS, StreamOrder};
-use crate::device::{Device, Launch, Poke};
+use crate::device::cpu::{CpuDevice, QUEUED_OPS_MAX, StreamOrder};
+use crate::device::{Device, DeviceSlice, EventId, Launch, Poke, Stream};
+use crate::dtype::Dtype;
+use crate::engine::ranks::exchange::{GradientPort, RendezvousPort, ReportPort, WeightPort};
+use crate::engine::ranks::rendezvous::RankMemory;
+use crate::engine::ranks::shards::Shards;
+use crate::engine::watch::driver_state::DriverState;
 use crate::host::pinned::{HostMemory, PinnedSlice, RING_GRAIN_BYTES};
 use crate::launch::open;
 use crate::memory::RingShape;
 use crate::model::shape::ModelShape;
+use crate::optim::norm::{self, BLOCK};
 use crate::planner::machine::Machine;
-use crate::ranks::progress::{CounterSizes, ProgressCounters};
+use crate::ranks::progress::{CounterSizes, ProgressCounters, StepOutcome};
+use crate::units::NormSq;
 use proptest::prelude::*;
 use std::panic::AssertUnwindSafe;
 
@@ -110,16 +117,20 @@ impl Rank {
             self.exchange.gather(&mut self.dev, self.weights)?;
             for stream in [Stream::Reduce, Stream::Gather] {
                 // A bucket's pulls may fill the queue.
-                assert!(self.dev.ahead(stream) < ROOM_OPS + 4 * self.exchange.peers.len() + 4, "{stream:?} has no room");
+                assert!(self.dev.ahead(stream) < QUEUED_OPS_MAX + 4 * self.exchange.peers.len() + 4, "{stream:?} has no room");
             }
             if ready(self)? {
                 return Ok(());
             }
-            if self.dev.idle()? { Exchange::<CpuDevice>::pass(&self.exchange)? } else { Exchange::<CpuDevice>::pass_idle(&self.exchange)? }
+            if self.dev.idle()? {
+                RendezvousPort::<CpuDevice>::pass(&self.exchange)?
+            } else {
+                RendezvousPort::<CpuDevice>::pass_idle(&self.exchange)?
+            }
         }
     }
 
-    /// One step: writes every share, reads the sums, sends new weights, and reads them at the point where all ranks use them.
+    /// One step: writes every partial sum, reads the sums, sends new weights, and reads them at the point where all ranks use them.
     fn step(&mut self, case: Case, step: u64) -> Result<()> {
         let (own, count) = (self.exchange.slices.clone(), self.stepped.len());
         for round in 0..case.rounds {
@@ -137,12 +148,12 @@ impl Rank {
                 self.exchange.written(&mut self.dev, self.grads, bucket)?;
             }
         }
-        self.until(|rank| Ok(Exchange::<CpuDevice>::is_summed(&rank.exchange)))?;
+        self.until(|rank| Ok(GradientPort::<CpuDevice>::is_summed(&rank.exchange)))?;
         assert_eq!(std::mem::take(&mut self.sums), Vec::from_iter(0..count), "each bucket once, in order");
         let want = |bucket| (0..case.ranks * case.rounds).map(|partial_sum| gradient(step, partial_sum, bucket)).sum();
         for bucket in (0..count).filter(|&bucket| !own.global(bucket).is_empty()) {
             let (flat, local) = (own.global(bucket), own.local(bucket));
-            let sum = Exchange::<CpuDevice>::own_grads(&self.exchange, self.grads, &flat, local.start);
+            let sum = GradientPort::<CpuDevice>::own_grads(&self.exchange, self.grads, &flat, local.start);
             self.see(Stream::Reduce, sum.slice(0, 1), bucket, want(bucket))?;
         }
         self.verdict(step)?;
@@ -153,11 +164,11 @@ impl Rank {
                 self.dev.launch(Poke { x: self.weights, index: flat.start, value: weight(step, own.rank(), bucket) })?;
             }
             self.dev.record(self.stepped[bucket], Stream::Compute)?;
-            Exchange::<CpuDevice>::settle(&mut self.exchange, bucket);
+            WeightPort::<CpuDevice>::settle(&mut self.exchange, bucket);
             self.until(|_| Ok(true))?;
         }
         for bucket in (0..count).rev() {
-            self.until(|rank| Ok(Exchange::<CpuDevice>::is_gathered(&rank.exchange, bucket)))?;
+            self.until(|rank| Ok(WeightPort::<CpuDevice>::is_gathered(&rank.exchange, bucket)))?;
             self.exchange.arrive(&mut self.dev, bucket)?;
             for owner in (0..case.ranks).filter(|&owner| !own.of(owner, bucket).is_empty()) {
                 let place = self.weights.slice(own.of(owner, bucket).start, 1);
@@ -182,19 +193,19 @@ impl Rank {
         let exchange = &mut self.exchange;
         let own = exchange.slices.pieces(0..exchange.slices.elems()).flat_map(|(flat, _)| flat.step_by(BLOCK));
         let blocks: Vec<f32> = own.map(|start| partial(start / BLOCK)).collect();
-        let losses = vec![1.0; exchange.rounds as usize];
-        Exchange::<CpuDevice>::add_norm_partials(exchange, &blocks);
-        Exchange::<CpuDevice>::report(exchange, step, false, &losses);
+        let losses = vec![1.0; exchange.gradients.rounds as usize];
+        ReportPort::<CpuDevice>::add_norm_partials(exchange, &blocks);
+        ReportPort::<CpuDevice>::report(exchange, step, false, &losses);
         let mut found = None;
         self.until(|rank| {
-            found = Exchange::<CpuDevice>::outcome(&mut rank.exchange, step);
+            found = ReportPort::<CpuDevice>::outcome(&mut rank.exchange, step);
             Ok(found.is_some())
         })?;
-        let partial_sums = self.exchange.rounds as usize * self.exchange.context.progress.ranks();
+        let partial_sums = self.exchange.gradients.rounds as usize * self.exchange.context.progress.ranks();
         let all: Vec<f32> = (0..self.exchange.slices.layout().flat_elems() / BLOCK).map(partial).collect();
         let norm_sq = norm::fold(NormSq(0.0), &all).0;
         assert_eq!(found, Some(StepOutcome { norm_sq, nonfinite: false, loss: partial_sums as f32 }));
-        Exchange::<CpuDevice>::next_version(&mut self.exchange);
+        WeightPort::<CpuDevice>::next_version(&mut self.exchange);
         Ok(())
     }
 }

@@ -1,7 +1,7 @@
-//! fp32 sums of the gradients of a step's shares, on one device. If the device has no room for all of them, the sums of buckets with
+//! fp32 sums of the gradients of a step's partial sums, on one device. If the device has no room for all of them, the sums of buckets with
 //! optimizer state on the host are stored on the host. Each passes through one of a few staging buffers on the device, where the gradient
-//! of a share is added, and is copied back. The device adds in both cases, in the order of shares, so that the bits do not depend on where
-//! the sums are stored.
+//! of a partial sum is added, and is copied back. The device adds in both cases, in the order of partial sums, so that the bits do not
+//! depend on where the sums are stored.
 
 use super::gradient_groups::{KeptSums, PartialSumChain};
 use crate::device::{Device, DeviceSlice, EventId, Kernels, Lease, Sides, Stream};
@@ -15,7 +15,7 @@ use std::ops::Range;
 #[derive(Debug)]
 pub(in crate::engine) struct PartialSums {
     places: [SumPlace; SUM_PLACES],
-    /// By bucket: the addition of its last share.
+    /// By bucket: the addition of its last partial sum.
     added: Vec<EventId>,
     memory: SumMemory,
     addition: PartialSumChain,
@@ -48,6 +48,8 @@ struct SumMemory {
     on_device: DeviceSlice,
     passing: DeviceSlice,
     place_elems: usize,
+    /// Buckets with their sums on the host.
+    on_host_buckets: usize,
     lease: Lease,
 }
 
@@ -70,6 +72,7 @@ impl SumMemory {
             on_device: lease.alloc(dev, "gradient sums", plan.placement.layout.flat_elems() * each - elems, Dtype::Float32)?,
             passing: lease.alloc(dev, "passing sums", passing, Dtype::Float32)?,
             place_elems,
+            on_host_buckets: if plan.placement.rings.sums_on_host { plan.placement.layout.offloaded() } else { 0 },
             lease: Lease::default(),
         })
     }
@@ -133,8 +136,7 @@ impl PartialSums {
 
     /// Makes later work on the compute stream wait until the gradients of `bucket` and the buckets before it may be overwritten.
     pub(in crate::engine) fn wait_for<D: Device>(&self, dev: &mut D, bucket: usize) -> Result<()> {
-        let passing = self.memory.host_elems().div_ceil(self.memory.place_elems);
-        passing.checked_sub(1).map_or(Ok(()), |last| dev.wait(Stream::Compute, self.added[bucket.min(last)]))
+        self.memory.on_host_buckets.checked_sub(1).map_or(Ok(()), |last| dev.wait(Stream::Compute, self.added[bucket.min(last)]))
     }
 
     /// Adds a gradient to a sum on the host. The copy to the device waits only for a free buffer, not for the gradient, so computation does
@@ -143,26 +145,26 @@ impl PartialSums {
         let SumMemory { on_host, passing, place_elems, .. } = self.memory;
         let at = self.passed % (passing.elems() / place_elems);
         let SumPlace { written, came, left } = self.places[at];
-        let (there, here) = (on_host.slice(place.start * 4, place.len() * 4), passing.slice(at * place_elems, place.len()));
+        let (stored, staged) = (on_host.slice(place.start * 4, place.len() * 4), passing.slice(at * place_elems, place.len()));
         self.passed += 1;
         if partial_sum > 0 {
             // There are no more buffers than buckets, so the last user of this buffer left it after this sum's previous pass. The sum is on
             // the host then.
             dev.wait(Stream::H2d, left)?;
-            dev.copy_h2d(Stream::H2d, there, here)?;
+            dev.copy_h2d(Stream::H2d, stored, staged)?;
             dev.record(came, Stream::H2d)?;
             dev.wait(Stream::D2h, came)?;
-            self.crossed[0] += there.bytes() as u64;
+            self.crossed[0] += stored.bytes() as u64;
         }
         dev.record(written, Stream::Compute)?;
         dev.wait(Stream::D2h, written)?;
-        self.sum(dev, Stream::D2h, grads, here, partial_sum)?;
+        self.sum(dev, Stream::D2h, grads, staged, partial_sum)?;
         dev.record(self.added[bucket], Stream::D2h)?;
         if partial_sum + 1 == self.partial_sums {
             dev.wait(Stream::Compute, self.added[bucket])?;
         } else {
-            dev.copy_d2h(Stream::D2h, here, there)?;
-            self.crossed[1] += there.bytes() as u64;
+            dev.copy_d2h(Stream::D2h, staged, stored)?;
+            self.crossed[1] += stored.bytes() as u64;
         }
         dev.record(left, Stream::D2h)
     }

@@ -1,7 +1,7 @@
 //! Slices exchanged with ranks of other processes over TCP, through host memory and [`slice_connections`](crate::ranks::slice_connections).
-//! It replaces the pulls between ranks of one process. Gradients of shares go from each rank to each rank of the other processes. Sums of
-//! groups and weights go to the inter-node peers only, from which the other local ranks pull weights. Nothing here blocks; every wait calls
-//! [`TcpTransport::serve`] meanwhile.
+//! It replaces the pulls between ranks of one process. Gradients of partial sums go from each rank to each rank of the other processes.
+//! Sums of groups and weights go to the inter-node peers only, from which the other local ranks pull weights. Nothing here blocks; every
+//! wait calls [`TcpTransport::serve`] meanwhile.
 //!
 //! Gradients arrive in the order of buckets and rounds; any other order is an error. New weights are sent as they become final and accepted
 //! in any order, so no slice blocks another one. Weights that cross with each fetch arrive in the order of fetches, which the plan
@@ -121,7 +121,7 @@ impl OutgoingSlices {
     }
 
     /// Enqueues copies to the host, and passes completed copies to the connections. Returns the number of enqueued copies.
-    fn go_on<D: Device>(
+    fn poll<D: Device>(
         &mut self,
         (dev, host): (&mut D, &HostMemory),
         connections: &[Option<RankConnections>],
@@ -253,7 +253,9 @@ impl TcpTransport {
     pub(in crate::engine) fn fetch(&mut self, flat: &Range<usize>, stepped: &[EventId]) {
         self.round += 1;
         let buckets = self.slices.layout().overlapping(flat.clone());
-        buckets.clone().for_each(|bucket| self.send_within((bucket, self.round), flat, stepped[bucket]));
+        for bucket in buckets.clone() {
+            self.send_within((bucket, self.round), flat, stepped[bucket]);
+        }
         let coming = buckets.map(|bucket| self.coming(bucket, flat)).sum();
         self.fetching = (flat.clone(), coming);
     }
@@ -270,10 +272,10 @@ impl TcpTransport {
 
     /// Sends and receives everything that is possible now. Weights are accepted for this version and fetch only.
     pub(in crate::engine) fn serve<D: Device>(&mut self, dev: &mut D) -> Result<()> {
-        if self.grads.go_on((dev, &self.host), &self.connections, SliceKind::Gradients)? > 0 {
+        if self.grads.poll((dev, &self.host), &self.connections, SliceKind::Gradients)? > 0 {
             dev.record(self.grads_copied, Stream::Reduce)?;
         }
-        self.weights.go_on((dev, &self.host), &self.connections, SliceKind::Weights)?;
+        self.weights.poll((dev, &self.host), &self.connections, SliceKind::Weights)?;
         self.take_weights(dev)
     }
 

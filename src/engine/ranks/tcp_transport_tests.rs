@@ -63,7 +63,7 @@ impl Pair {
     }
 
     /// Runs everything that can progress.
-    fn go_on(&mut self) {
+    fn poll(&mut self) {
         let mut idle = 0;
         while idle < 5 {
             self.tcp.serve(&mut self.dev).unwrap();
@@ -78,7 +78,7 @@ impl Pair {
     fn arrive(&mut self, kind: usize, count: usize) -> Vec<(u32, u64, f32)> {
         let mut arrived = Vec::new();
         for _ in 0..10_000 {
-            self.go_on_once();
+            self.poll_once();
             while self.others[kind].first().is_some() {
                 let SliceMessage { bucket, round, bytes } = self.others[kind].take().unwrap();
                 assert_eq!(bytes.len(), 1 << 20);
@@ -91,28 +91,28 @@ impl Pair {
         panic!("only {arrived:?} of {count} came");
     }
 
-    fn go_on_once(&mut self) {
+    fn poll_once(&mut self) {
         self.tcp.serve(&mut self.dev).unwrap();
         if !self.dev.idle().unwrap() {
             std::thread::sleep(Duration::from_micros(500));
         }
     }
 
-    /// Like `go_on_once` until `has` is true, however long the system takes to deliver.
-    fn go_on_until(&mut self, has: impl Fn(&TcpTransport) -> bool) {
+    /// Like `poll_once` until `has` is true, however long the system takes to deliver.
+    fn poll_until(&mut self, has: impl Fn(&TcpTransport) -> bool) {
         let came = (0..20_000).any(|_| {
-            self.go_on_once();
+            self.poll_once();
             has(&self.tcp)
         });
         assert!(came, "what was sent has not come");
-        self.go_on();
+        self.poll();
     }
 
     /// The first weight of the slice of `rank` of `bucket`, after all enqueued work.
     fn weight(&mut self, rank: usize, bucket: usize) -> f32 {
         let (start, seen) = (self.tcp.slices.of(rank, bucket).start, self.host.alloc("seen", 4).unwrap());
         self.dev.copy_d2h(Stream::Gather, self.flat[1].slice(start, 1), seen).unwrap();
-        self.go_on();
+        self.poll();
         self.host.lend::<f32>(seen)[0]
     }
 
@@ -141,7 +141,7 @@ fn gradients_leave_in_their_order_and_may_be_overwritten_when_all_have() {
         pair.write(0, 1, bucket, bucket as f32 + 0.5);
         pair.tcp.send_grads(&mut pair.dev, bucket, 3, pair.event).unwrap();
     }
-    pair.go_on();
+    pair.poll();
     assert!(!pair.tcp.may_overwrite(&mut pair.dev).unwrap(), "nobody takes them, and there is no place for all");
     let arrived = pair.arrive(0, BUCKETS);
     assert!(arrived.iter().copied().eq((0..BUCKETS).map(|bucket| (bucket as u32, 3, bucket as f32 + 0.5))), "{arrived:?}");
@@ -188,12 +188,12 @@ fn weights_are_taken_in_any_order_and_not_before_their_version() {
     }
     pair.send(1, 4, 2, 40.5);
     let first = |pair: &mut Pair| [4, 9].map(|bucket| pair.weight(1, bucket));
-    pair.go_on_until(|tcp| tcp.has_weights(4) && tcp.has_weights(9));
+    pair.poll_until(|tcp| tcp.has_weights(4) && tcp.has_weights(9));
     assert_eq!(first(&mut pair), [4.5, 9.5], "that of the next version waits");
     assert!(!pair.tcp.has_weights(5));
     pair.tcp.next_version();
     assert!(!pair.tcp.has_weights(4));
-    pair.go_on_until(|tcp| tcp.has_weights(4));
+    pair.poll_until(|tcp| tcp.has_weights(4));
     assert_eq!(first(&mut pair), [40.5, 9.5]);
     // Its own slices are sent in the order in which they become final.
     for (bucket, value) in [(6, 6.5), (1, 1.5)] {
@@ -227,10 +227,10 @@ fn fetched_weights_arrive_in_the_round_of_their_fetch_only() {
         assert!(!before.contains(&sixth), "round {round}: {before:?}");
         pair.tcp.fetch(&flat, &[pair.event; BUCKETS]);
         assert_eq!(pair.arrive(1, 2), [(5, round, -fifth), (6, round, -sixth)]);
-        pair.go_on();
+        pair.poll();
         assert!(!pair.tcp.has_fetched(), "round {round}: one of two has come");
         pair.send(1, 5, round, fifth);
-        pair.go_on_until(TcpTransport::has_fetched);
+        pair.poll_until(TcpTransport::has_fetched);
         assert_eq!(first(&mut pair), [fifth, sixth], "round {round}");
     }
     // A bucket outside of the fetch.

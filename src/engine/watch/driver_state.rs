@@ -146,7 +146,7 @@ fn pack(code: u8, number: u64) -> u64 {
 #[derive(Debug, Default)]
 struct EventRecord {
     at_ns: AtomicU64,
-    what: AtomicU64,
+    packed: AtomicU64,
 }
 
 pub(crate) struct DriverState {
@@ -182,22 +182,22 @@ impl DriverState {
 
     /// Records an event of bucket, module or step `number`. Only the driver calls it.
     pub(in crate::engine) fn record(&self, mark: DriverEvent, number: u64) {
-        let (what, nth) = (pack(mark.code(), number), self.recorded.load(Ordering::Relaxed));
+        let (packed, nth) = (pack(mark.code(), number), self.recorded.load(Ordering::Relaxed));
         let record = &self.records[nth as usize % EVENTS];
         record.at_ns.store(now_ns(), Ordering::Relaxed);
-        record.what.store(what, Ordering::Relaxed);
+        record.packed.store(packed, Ordering::Relaxed);
         self.recorded.store(nth + 1, Ordering::Release);
         if let DriverEvent::Begun(_) | DriverEvent::Done(_) = mark {
             let last = &self.buckets[number as usize];
             // A copy may be enqueued before the device has computed the gradient. The start of the copy is then the more informative event.
-            let says_more = match mark {
+            let is_progress = match mark {
                 DriverEvent::Done(hop @ (Hop::Backward | Hop::HeadBackward)) => {
                     last.load(Ordering::Relaxed) == pack(DriverEvent::Begun(hop).code(), number)
                 }
                 _ => true,
             };
-            if says_more {
-                last.store(what, Ordering::Relaxed);
+            if is_progress {
+                last.store(packed, Ordering::Relaxed);
             }
         }
     }
@@ -260,7 +260,7 @@ impl DriverState {
         let end = self.recorded();
         (end.saturating_sub(count.min(EVENTS) as u64)..end).map(|nth| {
             let record = &self.records[nth as usize % EVENTS];
-            let (mark, number) = unpack(record.what.load(Ordering::Relaxed));
+            let (mark, number) = unpack(record.packed.load(Ordering::Relaxed));
             (record.at_ns.load(Ordering::Relaxed), mark, number)
         })
     }

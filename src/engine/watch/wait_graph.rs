@@ -8,7 +8,7 @@ use std::fmt;
 /// A missing publication, and the ranks that have not made it.
 #[derive(Debug, PartialEq)]
 pub(in crate::engine) struct WaitEdge {
-    what: String,
+    awaited: String,
     pub(in crate::engine) ranks: Vec<usize>,
 }
 
@@ -21,15 +21,15 @@ impl WaitEdge {
             DriverActivity::Gather => weights(progress, rank, number as usize).or_else(|| fetch(progress, rank)),
             DriverActivity::HandOver => activations(progress, rank, number as usize),
             DriverActivity::Orders => Self::by(progress, "the reply", |other| progress.is_done(other)),
-            DriverActivity::Else if rank > 0 && progress.is_done(rank) => Some(Self { what: "the next order".into(), ranks: vec![0] }),
+            DriverActivity::Else if rank > 0 && progress.is_done(rank) => Some(Self { awaited: "the next order".into(), ranks: vec![0] }),
             _ => None,
         }
     }
 
-    /// `what` is missing from all ranks for which `has_published` is false.
-    fn by(progress: &ProgressCounters, what: impl Into<String>, has_published: impl Fn(usize) -> bool) -> Option<Self> {
+    /// `awaited` is missing from all ranks for which `has_published` is false.
+    fn by(progress: &ProgressCounters, awaited: impl Into<String>, has_published: impl Fn(usize) -> bool) -> Option<Self> {
         let ranks: Vec<usize> = (0..progress.ranks()).filter(|rank| !has_published(*rank)).collect();
-        (!ranks.is_empty()).then(|| Self { what: what.into(), ranks })
+        (!ranks.is_empty()).then(|| Self { awaited: awaited.into(), ranks })
     }
 }
 
@@ -71,22 +71,22 @@ impl fmt::Display for WaitEdge {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let numbers: Vec<String> = self.ranks.iter().map(usize::to_string).collect();
         let rank = if numbers.len() == 1 { "rank" } else { "ranks" };
-        write!(f, "{} of {rank} {}", self.what, numbers.join(", "))
+        write!(f, "{} of {rank} {}", self.awaited, numbers.join(", "))
     }
 }
 
 /// The ranks that have not written the gradient of the bucket that `rank` sums next.
 fn gradient(progress: &ProgressCounters, rank: usize) -> Option<WaitEdge> {
     let next = progress.pulled(rank);
-    let what = format!("the gradient of bucket {}", next % progress.buckets());
-    WaitEdge::by(progress, what, |other| progress.written(other) > next).filter(|missing| !missing.ranks.contains(&rank))
+    let awaited = format!("the gradient of bucket {}", next % progress.buckets());
+    WaitEdge::by(progress, awaited, |other| progress.written(other) > next).filter(|missing| !missing.ranks.contains(&rank))
 }
 
 /// The local ranks that have not pulled the last gradient that `rank` wrote.
 fn pull(progress: &ProgressCounters, rank: usize) -> Option<WaitEdge> {
     let last = progress.written(rank).checked_sub(1)?;
-    let what = format!("the pull of bucket {}", last % progress.buckets());
-    WaitEdge::by(progress, what, |other| !progress.local_ranks().contains(&other) || progress.pulled(other) > last)
+    let awaited = format!("the pull of bucket {}", last % progress.buckets());
+    WaitEdge::by(progress, awaited, |other| !progress.local_ranks().contains(&other) || progress.pulled(other) > last)
         .filter(|missing| !missing.ranks.contains(&rank))
 }
 
@@ -103,7 +103,7 @@ fn norm(progress: &ProgressCounters, rank: usize) -> Option<WaitEdge> {
         // `rank` itself has not reported the current step yet.
         return None;
     }
-    let verdict = || (rank > 0).then(|| WaitEdge { what: "the verdict".into(), ranks: vec![0] });
+    let verdict = || (rank > 0).then(|| WaitEdge { awaited: "the verdict".into(), ranks: vec![0] });
     WaitEdge::by(progress, "the gradient norm", |other| progress.reported(other) >= step).or_else(verdict)
 }
 

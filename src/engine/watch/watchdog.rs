@@ -277,7 +277,7 @@ fn account(driver_state: &DriverState, events: usize, text: &mut String) {
 
 fn streams(driver_state: &DriverState, text: &mut String) {
     for stream in Stream::WITH_PEERS {
-        let owed = |(hop, bucket): (Hop, u64)| format!("{} of bucket {bucket}", hop.leg().what);
+        let owed = |(hop, bucket): (Hop, u64)| format!("{} of bucket {bucket}", hop.leg().noun);
         let pending = driver_state.pending(stream).map_or("no known operation".into(), owed);
         let _ = writeln!(text, "  stream        {} owes {pending}", stream.name());
     }
@@ -314,8 +314,8 @@ mod tests {
     use super::*;
     use crate::engine::protocol::order::Order;
     use crate::host::doorbell::Doorbell;
-    use crate::host::homes::WorkerNodes;
     use crate::host::pool::{Call, Threads};
+    use crate::host::worker_nodes::WorkerNodes;
     use crate::ranks::notice::{Audience, Notice, Outbox};
     use crate::ranks::progress::{CounterSizes, RemoteProcesses};
 

@@ -47,13 +47,19 @@ impl fmt::Display for GpuId {
 impl fmt::Display for GpuFacts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name.as_deref().unwrap_or("NVIDIA GPU without a name"))?;
-        self.memory_bytes.map_or(Ok(()), |bytes| write!(f, ", {}", Bytes(bytes)))?;
+        if let Some(bytes) = self.memory_bytes {
+            write!(f, ", {}", Bytes(bytes))?;
+        }
         if let (Some(generation), Some(lanes)) = (self.pcie_generation, self.pcie_lanes) {
             write!(f, ", PCIe {generation} x{lanes}")?;
         }
-        self.power_limit_w.map_or(Ok(()), |watts| write!(f, ", {watts:.0} W"))?;
-        self.driver.as_ref().map_or(Ok(()), |driver| write!(f, ", driver {driver}"))?;
-        self.cuda.as_ref().map_or(Ok(()), |cuda| write!(f, " (CUDA {cuda})"))
+        if let Some(watts) = self.power_limit_w {
+            write!(f, ", {watts:.0} W")?;
+        }
+        if let Some(driver) = &self.driver {
+            write!(f, ", driver {driver}")?;
+        }
+        if let Some(cuda) = &self.cuda { write!(f, " (CUDA {cuda})") } else { Ok(()) }
     }
 }
 

@@ -18,10 +18,10 @@ pub(crate) enum GpuLink {
 impl GpuLink {
     /// The connection of two GPUs. Each is given by its PCI address and the addresses at the far ends of its NVLinks. `gpus` has the
     /// addresses of all GPUs, and `pcie` describes the PCIe path between the two. A far end that is not a GPU is a switch.
-    pub(super) fn between(ours: (&str, &[String]), theirs: (&str, &[String]), gpus: &[String], pcie: &'static str) -> Self {
-        let direct = ours.1.iter().filter(|end| is_same_pci(end, theirs.0)).count();
+    pub(super) fn between(first: (&str, &[String]), second: (&str, &[String]), gpus: &[String], pcie: &'static str) -> Self {
+        let direct = first.1.iter().filter(|end| is_same_pci(end, second.0)).count();
         let to_switches = |ends: &[String]| ends.iter().filter(|end| !gpus.iter().any(|gpu| is_same_pci(gpu, end))).count();
-        match (direct, to_switches(ours.1).min(to_switches(theirs.1))) {
+        match (direct, to_switches(first.1).min(to_switches(second.1))) {
             (0, 0) => Self::Pcie(pcie),
             (0, switched) => Self::NvSwitch(switched),
             (direct, _) => Self::NvLink(direct),
@@ -71,8 +71,8 @@ mod tests {
     fn the_link_of_two_gpus_is_nvlink_where_there_is_one() {
         let gpus = ["00000000:0F:00.0", "00000000:1F:00.0", "00000000:2F:00.0"].map(String::from);
         let ends = |at: &[&str]| at.iter().map(|at| at.to_string()).collect::<Vec<_>>();
-        let between = |ours: &[&str], theirs: &[&str]| {
-            GpuLink::between(("0000:0F:00.0", &ends(ours)), ("0000:1F:00.0", &ends(theirs)), &gpus, "one host bridge").to_string()
+        let between = |first: &[&str], second: &[&str]| {
+            GpuLink::between(("0000:0F:00.0", &ends(first)), ("0000:1F:00.0", &ends(second)), &gpus, "one host bridge").to_string()
         };
         assert_eq!(between(&["0000:1f:00.0", "0000:1f:00.0", "0000:2f:00.0"], &["0000:0f:00.0"; 2]), "2 NVLinks");
         assert_eq!(between(&["0000:aa:00.0"; 18], &["0000:ab:00.0"; 18]), "18 NVLinks through switches");

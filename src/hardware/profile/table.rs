@@ -40,11 +40,13 @@ pub(super) fn number(name: &str, number: &Number) -> Vec<Row> {
 
 /// A row for each point of a curve. The source is in the first row.
 pub(super) fn curve(name: &str, curve: &Curve) -> Vec<Row> {
-    let (what, by) = name.split_once("_by_").unwrap_or((name, ""));
-    let value = |y: f64| if what.ends_with("_share") { format!("{:.1} %", 100.0 * y) } else { with_unit(what, y) };
-    let at = |x: f64| if by == "bytes" { Bytes(x as u64).to_string() } else { format!("{x} {}", by.replace('_', " ")) };
+    let (quantity, by) = name.split_once("_by_").unwrap_or((name, ""));
+    let value = |y: f64| if quantity.ends_with("_share") { format!("{:.1} %", 100.0 * y) } else { with_unit(quantity, y) };
+    let units = by.replace('_', " ");
+    let unit = |x: f64| if x == 1.0 { units.trim_end_matches('s') } else { &units };
+    let at = |x: f64| if by == "bytes" { Bytes(x as u64).to_string() } else { format!("{x} {}", unit(x)) };
     let mut source = short(curve);
-    curve.value.0.iter().map(|&(x, y)| (format!("{what}, {}", at(x)), value(y), std::mem::take(&mut source))).collect()
+    curve.value.0.iter().map(|&(x, y)| (format!("{quantity}, {}", at(x)), value(y), std::mem::take(&mut source))).collect()
 }
 
 /// The source without the prefix that all measured values share.

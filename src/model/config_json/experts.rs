@@ -77,7 +77,9 @@ fn sparse_layers(keys: &Keys, spec: &MoeSpec, layers: usize) -> Result<Vec<bool>
         let index = layer.as_u64().and_then(|layer| usize::try_from(layer).ok());
         let index = index.ok_or_else(|| keys.wrong("mlp_only_layers", named, expected))?;
         // transformers ignores indices of layers that the model does not have.
-        sparse.iter_mut().skip(index).take(1).for_each(|sparse| *sparse = false);
+        for sparse in sparse.iter_mut().skip(index).take(1) {
+            *sparse = false;
+        }
     }
     if !sparse.contains(&true) {
         return Err(keys.bad("decoder_sparse_step", "no layer has experts"));

@@ -46,7 +46,7 @@ fn by_type(keys: &Keys, spec: &FamilySpec, local: LocalRope, heads: &RotatedHead
     let types = keys.object(key)?.map(|map| Keys { map, within, ..*keys });
     let kinds = ["full_attention", "sliding_attention"];
     let is_flat = |types: &Keys| kinds.iter().all(|kind| types.get(kind).is_none());
-    if types.as_ref().is_some_and(|types| is_flat(types) || !says_the_same(keys, types)) {
+    if types.as_ref().is_some_and(|types| is_flat(types) || !is_equivalent(keys, types)) {
         let cause = "expected objects full_attention and sliding_attention, and no other rope_scaling beside";
         return Err(keys.bad(key, cause));
     }
@@ -64,9 +64,9 @@ fn by_type(keys: &Keys, spec: &FamilySpec, local: LocalRope, heads: &RotatedHead
     Ok([full, rotation])
 }
 
-/// Whether `rope_scaling` beside the new names only repeats their values for layers with full attention, as exports repeat them for readers of the
-/// old names.
-fn says_the_same(keys: &Keys, types: &Keys) -> bool {
+/// Whether `rope_scaling` beside the new names only repeats their values for layers with full attention, as exports repeat them for readers
+/// of the old names.
+fn is_equivalent(keys: &Keys, types: &Keys) -> bool {
     let Some(Value::Object(old)) = keys.get("rope_scaling") else { return keys.get("rope_scaling").is_none() };
     types.get("full_attention").is_some_and(|new| old.iter().all(|(key, value)| new.get(key) == Some(value)))
 }

@@ -89,7 +89,9 @@ impl ModelWeights {
                 PartSource::Plain(tensor) if spec.role == Role::Wte => Some(*tensor),
                 _ => None,
             });
-            embedding.map_or(Ok(()), |embedding| expect_same(embedding, copy))?;
+            if let Some(embedding) = embedding {
+                expect_same(embedding, copy)?;
+            }
         }
         let mut reader = Reader::default();
         parts.into_iter().try_for_each(|(spec, part, source)| reader.read_part(spec, &part, source, &mut write))
@@ -274,8 +276,8 @@ impl Reader {
         self.column.resize(self.block.len() / cols, 0.0);
         for col in 0..cols {
             source.read(start + col * file_cols, &mut self.raw, &mut self.column)?;
-            let ours = self.block[col..].iter_mut().step_by(cols);
-            ours.zip(&self.column).for_each(|(ours, file)| *ours = *file);
+            let target = self.block[col..].iter_mut().step_by(cols);
+            target.zip(&self.column).for_each(|(to, from)| *to = *from);
         }
         Ok(())
     }
@@ -284,13 +286,13 @@ impl Reader {
 /// The second copy of a tied token embedding must be identical, because training would discard it.
 fn expect_same(embedding: LocatedTensor<'_>, copy: LocatedTensor<'_>) -> Result<()> {
     let elems = embedding.info.shape.iter().product::<usize>();
-    let (mut raw, mut ours, mut theirs) = (vec![], vec![], vec![]);
+    let (mut raw, mut first, mut second) = (vec![], vec![], vec![]);
     for start in (0..elems).step_by(BLOCK_ELEMS) {
-        for (source, block) in [(embedding, &mut ours), (copy, &mut theirs)] {
+        for (source, block) in [(embedding, &mut first), (copy, &mut second)] {
             block.resize(BLOCK_ELEMS.min(elems - start), 0.0);
             source.read(start, &mut raw, block)?;
         }
-        if ours.iter().zip(&theirs).any(|(a, b)| a.to_bits() != b.to_bits()) {
+        if first.iter().zip(&second).any(|(a, b)| a.to_bits() != b.to_bits()) {
             let cause = format_args!("{LM_HEAD} is not the token embedding, but config.json ties them");
             return Err(Error::format(copy.file.path(), cause));
         }

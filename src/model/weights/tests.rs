@@ -486,6 +486,7 @@ fn save_checkpoint(dir: &Path, step: u64, model: &Model) -> PathBuf {
         scheduler: Scheduler { name: "constant".into(), base_lr: 1e-3, warmup_steps: 0, max_steps: 9 },
         seed: 0,
         data_position: Value::Null,
+        clip: Default::default(),
         speculation: Value::Null,
         settings: Value::Null,
     };

@@ -16,6 +16,7 @@ use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
 use crate::simulate::simulate;
 use crate::simulate::timed::Steps;
+use crate::units::counted;
 use observed_rates::ObservedRates;
 use std::fmt;
 use std::sync::Arc;
@@ -115,10 +116,10 @@ impl ReplanRequest {
     /// A description of how the run deviates from the profile.
     fn why(&self, by_profile: &ObservedRates) -> String {
         let [adam, device] = self.observed_rates.relative_to(by_profile);
-        let percent = |share: f64| format!("{:.0} %", share * 1e2);
+        let percent = |fraction: f64| format!("{:.0} %", fraction * 1e2);
         format!(
             "{} of steps are clipped, the optimizer has {} of its assumed rate, the device {}",
-            percent(self.observed_rates.clipped_share),
+            percent(self.observed_rates.clipped_fraction),
             percent(adam),
             percent(device)
         )
@@ -128,7 +129,7 @@ impl ReplanRequest {
 /// Seconds of a move between two plans. Ranks move their parts at the same time, and each rank sends all weights.
 fn move_s(from: &Plan, to: &Plan) -> f64 {
     let states = from.placement.layout.offloaded_elems().abs_diff(to.placement.layout.offloaded_elems()) as f64
-        * from.recipe.numerics.moments.state_bytes() as f64;
+        * from.optimizer().arrays().state_bytes() as f64;
     let weights = (to.placement.layout.flat_elems() * to.recipe.numerics.dtype.bytes()) as f64;
     let slots = to
         .forecast
@@ -149,10 +150,10 @@ impl fmt::Display for PlanChange {
                 Some(_) => "sharded",
             };
             [
-                format!("{} buckets resident", resident(plan)),
+                format!("{} resident", counted(resident(plan), "bucket")),
                 describe_policies(&plan.placement.layer_policies),
-                format!("{} gradient slots", plan.placement.grad_slots),
-                format!("{} parameter slots", plan.placement.param_slots),
+                counted(plan.placement.grad_slots, "gradient slot"),
+                counted(plan.placement.param_slots, "parameter slot"),
                 format!("weights {weights}"),
                 format!("sums of gradients on the {}", if plan.placement.rings.sums_on_host { "host" } else { "device" }),
                 format!("gradients in {}", if plan.placement.rings.grads.is_some() { "a ring" } else { "their own places" }),

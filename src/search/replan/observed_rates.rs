@@ -31,7 +31,7 @@ pub(crate) struct ObservedRates {
     /// Seconds of a step in which the device computes.
     pub(crate) device_s: f64,
     /// Fraction of clipped steps.
-    pub(crate) clipped_share: f64,
+    pub(crate) clipped_fraction: f64,
 }
 
 impl ObservedRates {
@@ -42,7 +42,7 @@ impl ObservedRates {
             step_s: mean_s,
             adam_bytes_per_s: outcome.adam.busy_gb_per_s.map(|rate| rate * 1e9),
             device_s: mean_s * outcome.exposed.device_busy_share,
-            clipped_share: verdicts.clip as f64 / (verdicts.clip + verdicts.commit).max(1) as f64,
+            clipped_fraction: verdicts.clip as f64 / (verdicts.clip + verdicts.commit).max(1) as f64,
         }
     }
 
@@ -60,7 +60,7 @@ impl ObservedRates {
 
     /// Whether the fractions of clipped steps agree. Otherwise step times of different plans are not comparable.
     pub(crate) fn is_clipped_as(&self, other: &Self) -> bool {
-        (self.clipped_share - other.clipped_share).abs() <= TOLERANCE
+        (self.clipped_fraction - other.clipped_fraction).abs() <= TOLERANCE
     }
 
     /// Rates that turn the simulated `assumed` into these measurements: `rates` scaled by the measured ratios.
@@ -71,7 +71,7 @@ impl ObservedRates {
 
     /// Steps for a simulation that clips about equally often.
     pub(super) fn steps(&self) -> Steps {
-        let every = (1.0 / self.clipped_share).round();
+        let every = (1.0 / self.clipped_fraction).round();
         let (clip, timed) = if every > CLIP_EVERY_MAX {
             (Clip::Never, 10)
         } else {
@@ -142,7 +142,7 @@ impl RecentSteps {
             step_s: others_s / (WINDOW - 1) as f64,
             adam_bytes_per_s: (busy_ns > 0).then(|| bytes as f64 / busy_ns as f64 * 1e9),
             device_s: device_s[WINDOW / 2],
-            clipped_share: sum(|seen| u64::from(seen.clipped)) as f64 / WINDOW as f64,
+            clipped_fraction: sum(|seen| u64::from(seen.clipped)) as f64 / WINDOW as f64,
         })
     }
 }
@@ -177,7 +177,7 @@ mod tests {
     }
 
     const SECOND: Duration = Duration::from_secs(1);
-    const PACE: ObservedRates = ObservedRates { step_s: 1.0, adam_bytes_per_s: Some(8e9), device_s: 0.75, clipped_share: 0.1 };
+    const PACE: ObservedRates = ObservedRates { step_s: 1.0, adam_bytes_per_s: Some(8e9), device_s: 0.75, clipped_fraction: 0.1 };
 
     #[test]
     fn a_window_knows_the_last_steps_and_nothing_of_skipped_ones() {
@@ -213,10 +213,10 @@ mod tests {
                 && has_left(|observed_rates| observed_rates.device_s = 0.6)
         );
         assert!(
-            !has_left(|observed_rates| observed_rates.clipped_share = 0.19)
-                && has_left(|observed_rates| observed_rates.clipped_share = 0.25)
+            !has_left(|observed_rates| observed_rates.clipped_fraction = 0.19)
+                && has_left(|observed_rates| observed_rates.clipped_fraction = 0.25)
         );
-        assert!(!has_left(|observed_rates| observed_rates.clipped_share = 0.0));
+        assert!(!has_left(|observed_rates| observed_rates.clipped_fraction = 0.0));
     }
 
     #[test]
@@ -237,8 +237,8 @@ mod tests {
 
     #[test]
     fn simulated_steps_are_clipped_as_often_as_real_ones() {
-        let clipped = |clipped_share| {
-            let steps = ObservedRates { clipped_share, ..PACE }.steps();
+        let clipped = |clipped_fraction| {
+            let steps = ObservedRates { clipped_fraction, ..PACE }.steps();
             let timed = steps.warmup + 1..=steps.warmup + steps.timed;
             timed.filter(|&step| steps.clip.clips(step)).count() as f64 / steps.timed as f64
         };

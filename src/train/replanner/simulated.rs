@@ -113,10 +113,10 @@ fn a_run_whose_clip_rate_falls_goes_to_another_plan_and_back() {
     let mut watched = WatchedRun::new(&run, &plan, &run.machine.rates);
     let planned = watched.places();
     watched.go(ANSWERED + WEIGHED, "always");
-    let there = watched.places();
+    let places = watched.places();
     let [(moved, why), (weighed, gained)] = &watched.message[..] else { panic!("{:?}", watched.message) };
     assert_eq!([*moved, *weighed], [ANSWERED, ANSWERED + WEIGHED]);
-    assert!(there != planned && why.contains("100 % of steps are clipped"), "{why}");
+    assert!(places != planned && why.contains("100 % of steps are clipped"), "{why}");
     assert!(gained.starts_with("the plan gained "), "{gained}");
     watched.go(ANSWERED + 5 * REST_STEPS, "every-10");
     let [back, rest @ ..] = &watched.message[2..] else { panic!("{:?}", watched.message) };

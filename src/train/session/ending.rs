@@ -4,9 +4,9 @@ use super::Session;
 use crate::device::Kernels;
 use crate::error::{Error, Result};
 use crate::host::perf::WorkerCounters;
-use crate::train::metrics_file::METRICS;
 use crate::train::observer::Observer;
 use crate::train::peer_waits::PeerWaits;
+use crate::train::sinks::metrics_file::METRICS;
 use crate::train::summary::Summary;
 use std::path::PathBuf;
 
@@ -27,8 +27,8 @@ impl Failures {
     }
 
     /// A timeline that was asked for and is lost is a failure; of the usual one a warning is enough, as all steps are saved.
-    fn take_timeline<T>(&mut self, is_asked: bool, result: Result<T>, observer: &mut dyn Observer) -> Option<T> {
-        if is_asked { self.take(result) } else { result.map_err(|error| observer.warn(&error.to_string())).ok() }
+    fn take_timeline<T>(&mut self, is_requested: bool, result: Result<T>, observer: &mut dyn Observer) -> Option<T> {
+        if is_requested { self.take(result) } else { result.map_err(|error| observer.warn(&error.to_string())).ok() }
     }
 }
 
@@ -50,26 +50,25 @@ impl<D: Kernels> Session<D> {
         let (ranks, given_up) = (self.engine.plan().site.ranks, self.progress.given_up());
         let tokens = self.step_work.tokens * totals.steps as f64;
         let checkpoint = failures.take(self.saved_path()).flatten().or_else(|| self.last_saved().map(|(_, path)| path));
-        let metrics = failures.take(self.metrics.is_in(self.run_dir.dir())) == Some(true);
-        let metrics = metrics.then(|| self.run_dir.dir().join(METRICS.pattern));
-        let is_asked = self.settings.trace.is_some();
-        let trace = failures.take_timeline(is_asked, self.run_dir.take_trace(), observer);
+        let metrics = failures.take(self.sinks.path(&METRICS, self.run_dir.dir())).flatten();
+        let is_requested = self.settings.trace.is_some();
+        let trace = failures.take_timeline(is_requested, self.run_dir.take_trace(), observer);
         let tracks = if self.is_sound { failures.take(self.engine.finish()) } else { None };
         // The timeline that a finished run left is worth more than one of no step.
         let written = match (&trace, tracks) {
             (Some(_), Some(_)) if totals.steps == 0 => Some(0),
-            (Some(trace), Some(tracks)) => failures.take_timeline(is_asked, trace.write(&tracks), observer),
+            (Some(trace), Some(tracks)) => failures.take_timeline(is_requested, trace.write(&tracks), observer),
             _ => None,
         };
         lost.extend(written.is_none().then(|| "the timeline".to_string()));
-        let trace: Option<PathBuf> = trace.and_then(|trace| trace.exists().is_ok_and(|there| there).then(|| trace.path()));
+        let trace: Option<PathBuf> = trace.and_then(|trace| trace.exists().is_ok_and(|exists| exists).then(|| trace.path()));
         let ms = |ns: u64| ns as f64 / 1e6;
         Summary {
             is_dry: false,
             process: 0,
             interrupted: step < max_steps && given_up.is_none(),
             step,
-            steps_here: totals.steps,
+            steps_done: totals.steps,
             max_steps,
             loss: totals.first_loss.map(|first| (first, totals.last_loss)),
             evaluation: self.evaluated.map(|last| (last.step, last.eval_loss)),

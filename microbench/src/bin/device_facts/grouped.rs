@@ -73,10 +73,10 @@ impl GroupedMemory {
     fn new<D: Kernels>(bench: &mut DeviceBench<'_, D>, shapes: &[GroupedShape]) -> Result<Self> {
         let most = |elems: fn(&GroupedShape) -> usize| shapes.iter().map(elems).max().unwrap_or(0);
         let (x, y, weights) = (most(|s| s.rows * s.ins), most(|s| s.rows * s.outs), most(|s| s.experts * s.outs * s.ins));
-        let mut room = |name, elems| bench.timer.dev.alloc(name, elems, Dtype::Bfloat16);
+        let mut alloc = |name, elems| bench.timer.dev.alloc(name, elems, Dtype::Bfloat16);
         let result = x.max(y).max(weights);
-        let (x, y, weights) = (room("rows in", x)?, room("rows out", y)?, room("weights of experts", weights)?);
-        let results = [room("grouped products", result)?, room("single products", result)?];
+        let (x, y, weights) = (alloc("rows in", x)?, alloc("rows out", y)?, alloc("weights of experts", weights)?);
+        let results = [alloc("grouped products", result)?, alloc("single products", result)?];
         fill(bench.timer.dev, &[x, y, weights])?;
         let read = [bench.registered(2 * result)?, bench.registered(2 * result)?];
         Ok(Self { x, y, weights, results, read })
@@ -87,7 +87,7 @@ impl GroupedMemory {
         let GroupedShape { layout, experts, rows, outs, ins } = shape;
         let (x, y, weights) = (rows * ins, rows * outs, experts * outs * ins);
         let result = |elems| self.results[which].slice(0, elems);
-        let [x_in, y_in, weights_in] = [(self.x, x), (self.y, y), (self.weights, weights)].map(|(room, elems)| room.slice(0, elems));
+        let [x_in, y_in, weights_in] = [(self.x, x), (self.y, y), (self.weights, weights)].map(|(memory, elems)| memory.slice(0, elems));
         match layout {
             MatmulLayout::Nt => [x_in, weights_in, result(y)],
             MatmulLayout::Nn => [y_in, weights_in, result(x)],
@@ -139,9 +139,9 @@ fn case<D: Kernels>(
     bench.timer.seconds(|dev| dev.launch(grouped).and_then(|()| run_single(dev)))?;
     let is_right = agree(bench, memory, c.elems(), shape)?;
     let (flops, time_s) = (grouped.flops(), bench.sizes.seconds);
-    let together = bench.timer.rates(time_s, flops, |dev| dev.launch(grouped))?;
+    let grouped_times = bench.timer.rates(time_s, flops, |dev| dev.launch(grouped))?;
     let one_by_one = bench.timer.rates(time_s, flops, run_single)?;
-    let fields = describe(&grouped, &together, &one_by_one);
+    let fields = describe(&grouped, &grouped_times, &one_by_one);
     let mean = shape.rows as f64 / shape.experts as f64;
     let largest = rows.iter().max().map_or(0.0, |&most| most as f64 / mean);
     let which = json!({ "model": model, "load": load.name(), "largest_over_mean": largest });
@@ -149,7 +149,7 @@ fn case<D: Kernels>(
 }
 
 /// Sizes and rates. The traffic counts each operand once.
-fn describe(grouped: &GroupedMatmul, together: &Samples, one_by_one: &Samples) -> Value {
+fn describe(grouped: &GroupedMatmul, grouped_times: &Samples, one_by_one: &Samples) -> Value {
     let GroupedShape { layout, experts, rows, outs, ins } = grouped.shape;
     let product = match layout {
         MatmulLayout::Nt => "output",
@@ -157,10 +157,10 @@ fn describe(grouped: &GroupedMatmul, together: &Samples, one_by_one: &Samples) -
         MatmulLayout::Tn => "weights' gradient",
     };
     let rates = |samples: &Samples| (samples.median() * 1e-12, samples.median() / grouped.flops() * grouped.bytes() * 1e-9);
-    let ((tflops, gb_per_s), (loop_tflops, loop_gb_per_s)) = (rates(together), rates(one_by_one));
+    let ((tflops, gb_per_s), (loop_tflops, loop_gb_per_s)) = (rates(grouped_times), rates(one_by_one));
     json!({
-        "product": product, "experts": experts, "rows": rows, "outs": outs, "ins": ins, "us": 1e6 * grouped.flops() / together.median(),
-        "tflops": tflops, "gb_per_s": gb_per_s, "spread": together.spread(),
+        "product": product, "experts": experts, "rows": rows, "outs": outs, "ins": ins, "us": 1e6 * grouped.flops() / grouped_times.median(),
+        "tflops": tflops, "gb_per_s": gb_per_s, "spread": grouped_times.spread(),
         "loop_tflops": loop_tflops, "loop_gb_per_s": loop_gb_per_s, "loop_spread": one_by_one.spread(), "share_of_loop": tflops / loop_tflops,
     })
 }
@@ -211,8 +211,8 @@ fn agree<D: Kernels>(bench: &mut DeviceBench<'_, D>, memory: &GroupedMemory, ele
     let [grouped, single] = read.map(|place| bench.memory.lend::<bf16>(place));
     let terms = shape.rows.max(shape.outs).max(shape.ins) as f32;
     let is_near = |(a, b): (&bf16, &bf16)| (a.to_f32() - b.to_f32()).abs() <= a.to_f32().abs() / 128.0 + terms * f32::EPSILON;
-    let share = elems.div_ceil(std::thread::available_parallelism().map_or(1, usize::from));
-    let parts = || grouped.chunks(share).zip(single.chunks(share));
+    let part_elems = elems.div_ceil(std::thread::available_parallelism().map_or(1, usize::from));
+    let parts = || grouped.chunks(part_elems).zip(single.chunks(part_elems));
     Ok(std::thread::scope(|scope| {
         let threads: Vec<_> = parts().map(|(a, b)| scope.spawn(move || a.iter().zip(b).all(is_near))).collect();
         threads.into_iter().all(|thread| thread.join().unwrap_or(false))

@@ -10,7 +10,7 @@ use superoffload::internals::device::{Cast, DeviceSlice, GradNormPartials, Kerne
 use superoffload::internals::dtype::Dtype;
 use superoffload::internals::engine::Verdict;
 use superoffload::internals::host::{HostMemory, PinnedSlice};
-use superoffload::internals::optim::{BLOCK, fold};
+use superoffload::internals::optim::{BLOCK, ClipMemory, ClipRule, fold};
 use superoffload::internals::probe::Samples;
 use superoffload::internals::units::NormSq;
 
@@ -22,6 +22,8 @@ const FEW: usize = 16;
 const GRADS: [usize; 2] = [1 << 18, 1 << 25];
 /// Value of every gradient; its square is exact.
 const GRAD: f32 = 0.125;
+/// Rule of clipping of the verdict.
+const RULE: ClipRule = ClipRule::GlobalNorm { max_norm: 1.0 };
 
 /// Measures every latency.
 ///
@@ -85,18 +87,18 @@ fn events<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
 
 /// Copies on a copy stream use the copy engine; copies on the compute stream use a kernel.
 fn small_copies<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
-    let (there, here, back) =
+    let (device, host, back) =
         (bench.timer.dev.alloc("a few numbers", FEW, Dtype::Float32)?, bench.registered(4 * FEW)?, bench.registered(4 * FEW)?);
-    fill(bench.memory, here, GRAD);
+    fill(bench.memory, host, GRAD);
     let ways = [("by the copy engine", Stream::H2d, Stream::D2h), ("by a kernel", Stream::Compute, Stream::Compute)];
-    for (who, to, from) in ways {
+    for (way, to, from) in ways {
         fill(bench.memory, back, 0f32);
         let times = bench.timer.samples(bench.sizes.seconds, |timer| {
-            let there_s = timer.seconds(|dev| dev.copy_h2d(to, here, there))?;
-            Ok(there_s + timer.seconds(|dev| dev.copy_d2h(from, there, back))?)
+            let to_device_s = timer.seconds(|dev| dev.copy_h2d(to, host, device))?;
+            Ok(to_device_s + timer.seconds(|dev| dev.copy_d2h(from, device, back))?)
         })?;
         let is_right = is_all(bench.memory, back, GRAD);
-        report(bench, &format!("64 bytes to the device and back, {who}"), is_right, &times)?;
+        report(bench, &format!("64 bytes to the device and back, {way}"), is_right, &times)?;
     }
     Ok(())
 }
@@ -128,7 +130,7 @@ impl NormMemory {
     fn verdict(&self, host: &HostMemory) -> Verdict {
         let is_nonfinite = host.lend::<i32>(self.host_nonfinite)[0] != 0;
         let sum = fold(NormSq(0.0), host.lend(self.host_partials));
-        Verdict::new(sum.norm(1.0), is_nonfinite, 1.0)
+        Verdict::new(sum.norm(1.0), is_nonfinite, RULE, &mut ClipMemory::default())
     }
 }
 
@@ -147,7 +149,7 @@ fn verdict<D: Kernels>(bench: &mut DeviceBench<'_, D>, elems: usize) -> Result<(
         Ok(arrived_s + timer.since(start_ns))
     })?;
     let length = NormSq(elems as f64 * f64::from(GRAD * GRAD)).norm(1.0);
-    let (folds, is_right) = (Samples::new(folds), verdict == Verdict::new(length, false, 1.0));
+    let (folds, is_right) = (Samples::new(folds), verdict == Verdict::new(length, false, RULE, &mut ClipMemory::default()));
     let fields = json!({ "what": "verdict", "gradients": elems, "us": 1e6 * times.median(), "spread": times.spread(), "fold_us": 1e6 * folds.median() });
     bench.line("latency", is_right, fields)
 }

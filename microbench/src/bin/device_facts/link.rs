@@ -147,11 +147,11 @@ fn managed<D: Kernels>(bench: &mut DeviceBench<'_, D>, check: PinnedSlice) -> Re
         let (pages, check) = (pages.slice(0, size / 4), check.slice(0, size));
         fill_from(bench.memory, check, &values(1, PATTERN));
         bench.timer.seconds(|dev| dev.copy_h2d(Stream::H2d, check, pages))?;
-        for (way, there) in [(CopyDirection::ToDevice, MemorySpace::Device), (CopyDirection::ToHost, MemorySpace::Host)] {
-            let back = if there == MemorySpace::Host { MemorySpace::Device } else { MemorySpace::Host };
+        for (way, target) in [(CopyDirection::ToDevice, MemorySpace::Device), (CopyDirection::ToHost, MemorySpace::Host)] {
+            let origin = if target == MemorySpace::Host { MemorySpace::Device } else { MemorySpace::Host };
             let rates = bench.timer.samples(bench.sizes.seconds, |timer| {
-                timer.seconds(|dev| dev.prefetch(Stream::D2h, pages, back))?;
-                Ok(size as f64 / timer.seconds(|dev| dev.prefetch(way.stream(), pages, there))?)
+                timer.seconds(|dev| dev.prefetch(Stream::D2h, pages, origin))?;
+                Ok(size as f64 / timer.seconds(|dev| dev.prefetch(way.stream(), pages, target))?)
             })?;
             fill(bench.memory, check, 0f32);
             bench.timer.seconds(|dev| dev.copy_d2h(Stream::D2h, pages, check))?;

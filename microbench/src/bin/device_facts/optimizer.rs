@@ -9,9 +9,9 @@ use superoffload::Result;
 use superoffload::internals::bucket::Slot;
 use superoffload::internals::device::Kernels;
 use superoffload::internals::dtype::Dtype;
-use superoffload::internals::engine::{GradUpdate, HostState, Segment, SlotMemory, StepJob, StepMemory, Update, Work};
+use superoffload::internals::engine::{GradUpdate, HostState, Segment, SlotMemory, StepJob, StepMemory, Work};
 use superoffload::internals::host::{HostMemory, Job, PinnedSlice};
-use superoffload::internals::optim::{AdamConsts, AdamElement, AdamHyper, AdamKernels, AdamStep, Isa, Moments};
+use superoffload::internals::optim::{self, AdamConsts, AdamElement, AdamHyper, AdamKernels, AdamStep, Isa, Moments, StatePart, Update};
 
 /// Gradient of every parameter; exact in bf16.
 pub const GRAD: f32 = 1.0 / 64.0;
@@ -46,13 +46,13 @@ impl Optimizer {
         // One case copies the fp32 parameters to the device; `m` and `v` never leave the host.
         let params = bench.registered(elems * 4)?;
         let mut moments = || bench.memory.alloc_periodic("optimizer state", elems * 4, elems * 4);
-        let state = HostState { first: 0, moments: Moments::Float32, params, m: moments()?, v: moments()? };
+        let state = HostState { first: 0, list: Moments::Float32.arrays(), arrays: [params, moments()?, moments()?].into() };
         Ok(Self { state, wide, narrow, weights, kernels: AdamKernels::new(Isa::detect())? })
     }
 
     /// Resets the first `elems` parameters to their initial state, and their gradients and weights to zero.
     pub fn reset(&self, host: &mut HostMemory, elems: usize) {
-        let HostState { params, m, v, .. } = self.state;
+        let [params, m, v] = self.state.arrays.into_array();
         for (memory, value) in [(params, BEGIN.param), (m, BEGIN.m), (v, BEGIN.v)] {
             fill(host, memory.slice(0, 4 * elems), value);
         }
@@ -83,7 +83,7 @@ impl Optimizer {
             grads: slots(if grads == Dtype::Float32 { self.wide } else { self.narrow }, grads),
             params: slots(self.weights, Dtype::Bfloat16),
             segments: Arc::new([Segment { range: 0..range.end, decay: true }]),
-            hyper: HYPER,
+            optimizer: optim::Optimizer::AdamW { hyper: HYPER, moments: Moments::Float32 },
             kernels: self.kernels,
         };
         // SAFETY: the caller of `new` guarantees that the memory stays and that one job runs at a time.
@@ -98,12 +98,12 @@ impl Optimizer {
 
     /// Whether the first `elems` parameters equal the result of `steps` steps.
     pub fn is_after(&self, host: &HostMemory, elems: usize, steps: usize) -> bool {
-        is_all(host, self.state.params.slice(0, elems * 4), Self::param_after(steps))
+        is_all(host, self.params().slice(0, elems * 4), Self::param_after(steps))
     }
 
     /// The fp32 parameters.
     pub fn params(&self) -> PinnedSlice {
-        self.state.params
+        self.state.arrays[StatePart::PARAMS]
     }
 }
 

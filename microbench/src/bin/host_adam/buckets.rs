@@ -6,9 +6,9 @@ use microbench::{fill_from, values};
 use std::sync::Arc;
 use superoffload::internals::bucket::Slot;
 use superoffload::internals::dtype::Dtype;
-use superoffload::internals::engine::{GradUpdate, HostState, Segment, SlotMemory, StepJob, StepMemory, Update, Work};
+use superoffload::internals::engine::{GradUpdate, HostState, Segment, SlotMemory, StepJob, StepMemory, Work};
 use superoffload::internals::host::{HostMemory, Job};
-use superoffload::internals::optim::{AdamHyper, AdamKernels, Isa, Moments, StatePart};
+use superoffload::internals::optim::{AdamHyper, AdamKernels, Isa, Moments, Optimizer, StatePart, Update};
 use superoffload::{Error, Result};
 
 /// A pass of the pool.
@@ -62,6 +62,7 @@ const ROW: usize = 1 << 12;
 /// Buckets of equal size, with two gradient slots each.
 pub struct Buckets {
     state: HostState,
+    moments: Moments,
     memory: StepMemory,
     /// Number of buckets.
     pub count: usize,
@@ -85,27 +86,25 @@ impl Buckets {
             Ok(SlotMemory { memory, slot_elems: elems, dtype: Dtype::Bfloat16 })
         };
         let (grads, params) = (slots("gradient slots", 2 * count)?, slots("parameter slots", PARAM_SLOTS)?);
-        let mut state = |name: &str, part| {
-            let width = moments.dtype(part).bytes();
-            host.alloc_periodic(name, count * elems * width, elems * width)
-        };
-        let params_state = state("parameters", StatePart::Params)?;
-        let (m, v) = (state("m", StatePart::M)?, state("v", StatePart::V)?);
-        let state = HostState { first: 0, moments, params: params_state, m, v };
+        let list = moments.arrays();
+        let mut array = |part| host.alloc_periodic(list[part].name, list[part].bytes(count * elems), list[part].bytes(elems));
+        let arrays = [array(StatePart::PARAMS)?, array(StatePart::M)?, array(StatePart::V)?].into();
+        let state = HostState { first: 0, list, arrays };
+        let hyper = AdamHyper { lr: 1e-5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
         let memory = StepMemory {
             grads,
             params,
             segments: Arc::new([Segment { range: 0..count * elems, decay: true }]),
-            hyper: AdamHyper { lr: 1e-5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
+            optimizer: Optimizer::AdamW { hyper, moments },
             kernels: AdamKernels::new(Isa::Scalar)?,
         };
-        Ok(Self { state, memory, count, elems, host })
+        Ok(Self { state, moments, memory, count, elems, host })
     }
 
     /// Writes deterministic values as of mid-training. In `denormal` of all rows of [`ROW`] elements, the gradients are zero and the first
     /// moments have decayed to denormal numbers, as in rows of an embedding whose tokens no longer occur.
     pub fn fill(&mut self, denormal: f64) {
-        let HostState { moments, params, m, v, .. } = self.state;
+        let [params, m, v] = self.state.arrays.into_array();
         let pattern = |seed, factor: f32| values(seed, PATTERN).into_iter().map(|x| x * factor).collect::<Vec<_>>();
         let rows = (denormal * (PATTERN / ROW) as f64).round() as usize;
         let decayed = |mut values: Vec<f32>, factor: f32| {
@@ -116,7 +115,7 @@ impl Buckets {
         fill_from(host, params, &pattern(1, 0.05));
         let first = decayed(pattern(2, 1e-3), 1e-36);
         for (memory, values) in [(m, first), (v, pattern(3, 1e-3).into_iter().map(|x| x * x).collect())] {
-            match moments {
+            match self.moments {
                 Moments::Float32 => fill_from(host, memory, &values),
                 Moments::Bfloat16 => fill_from(host, memory, &values.into_iter().map(bf16::from_f32).collect::<Vec<_>>()),
             }
@@ -128,8 +127,8 @@ impl Buckets {
 
     /// Fraction of the first moments in memory that are denormal.
     pub fn denormal_moments(&self) -> f64 {
-        let m = self.state.m;
-        match self.state.moments {
+        let m = self.state.arrays[StatePart::M];
+        match self.moments {
             Moments::Float32 => fraction(self.host.lend::<f32>(m).iter().map(|x| x.is_subnormal())),
             Moments::Bfloat16 => fraction(self.host.lend::<bf16>(m).iter().map(|x| x.to_f32().is_subnormal())),
         }
@@ -150,7 +149,7 @@ impl Buckets {
     /// # Errors
     /// `Resource` that names the pass and the kernels if the results differ.
     pub fn verify(&mut self, kernels: AdamKernels, pass: PoolPass) -> Result<()> {
-        let HostState { params, m, v, .. } = self.state;
+        let [params, m, v] = self.state.arrays.into_array();
         let written = [params, m, v, self.memory.params.memory].map(|memory| memory.slice(0, memory.bytes().min(HEAD_BYTES)));
         let before = written.map(|memory| self.host.lend::<u8>(memory).to_vec());
         let mut outcome = |kernels| {

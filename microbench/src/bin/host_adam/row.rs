@@ -42,7 +42,7 @@ impl Row {
         self.gelem_s() * self.bytes_per_elem
     }
 
-    fn share_of_copy(&self) -> Option<f64> {
+    fn fraction_of_copy(&self) -> Option<f64> {
         self.copy_gb_s.map(|copy| self.gb_s() / copy)
     }
 
@@ -50,7 +50,7 @@ impl Row {
         facts.line(json!({
             "partition": self.timing.partition, "pass": self.pass, "kernels": self.kernels, "denormal_moments": self.denormal, "threads": self.threads, "pinned": self.timing.pinned, "hogs": self.hogs,
             "params": self.params, "bucket_params": self.elems, "jobs": self.timing.jobs, "bytes_per_param": self.bytes_per_elem,
-            "gparam_s": self.gelem_s(), "gb_s": self.gb_s(), "share_of_copy": self.share_of_copy(),
+            "gparam_s": self.gelem_s(), "gb_s": self.gb_s(), "share_of_copy": self.fraction_of_copy(),
             "median_gparam_s": self.elems as f64 * 1e-9 / self.timing.median_s, "busy_gparam_s": self.busy_gelem_s(),
             "skew_percent": self.timing.skew_percent(), "handover_percent": self.timing.handover_percent(),
         }))
@@ -70,6 +70,6 @@ impl fmt::Display for Row {
             "{kernels:<27} {pass:<22} {denormal:>8.2} {threads:>7} {hogs:>4} {pinned:>6} {bucket:>6.1}M {gelem_s:>8.3} {gb_s:>7.1} {busy:>8.3} "
         )?;
         write!(f, "{skew:>6.1} {handover:>10.1}")?;
-        self.share_of_copy().map_or(Ok(()), |share| write!(f, " {:>9.0}", 100.0 * share))
+        self.fraction_of_copy().map_or(Ok(()), |fraction| write!(f, " {:>9.0}", 100.0 * fraction))
     }
 }

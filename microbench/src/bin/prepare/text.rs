@@ -42,7 +42,7 @@ impl Numbers {
     }
 
     /// A uniform number in [0, 1).
-    fn share(&mut self) -> f64 {
+    fn fraction(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 }
@@ -63,7 +63,7 @@ fn text(numbers: &mut Numbers) -> String {
     let (length, mut text) = (1000 + numbers.below(5000), String::new());
     while text.len() < length {
         // A word's frequency falls with its rank, as in natural languages.
-        let word = word(LEXICON.powf(numbers.share()) as u64);
+        let word = word(LEXICON.powf(numbers.fraction()) as u64);
         match numbers.below(40) {
             0 => text += &format!(" {}", numbers.below(100_000)),
             1 => {

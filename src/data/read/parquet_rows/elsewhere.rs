@@ -35,26 +35,28 @@ pub(in crate::data) fn for_each_in_sandbox(
         Ended::Died { cause, .. } => Error::format(path, cause),
     };
     let mut stream = SandboxStream::start(|send| send_rows(path, &wants, send)).map_err(wrong)?;
-    let mut goes_on = true;
-    while goes_on {
+    let mut wants_more = true;
+    while wants_more {
         let message = stream.next(stop).map_err(wrong)?;
-        goes_on = take(&message, each)?;
+        wants_more = take(&message, each)?;
     }
     Ok(())
 }
 
 /// Reads the rows, in the sandbox.
 fn send_rows(path: &Path, wants: &dyn Fn(&str) -> bool, send: &mut dyn FnMut(&[u8]) -> bool) {
-    let (mut batch, mut goes_on) = (MessageWriter::default(), true);
+    let (mut batch, mut wants_more) = (MessageWriter::default(), true);
     let read = ParquetRows::open(path).and_then(|rows| {
         rows.for_each(wants, &mut |number, record, offset| {
-            [ROW, number as usize, offset as usize].into_iter().for_each(|value| batch.number(value));
+            for value in [ROW, number as usize, offset as usize] {
+                batch.number(value);
+            }
             batch.text(record);
             // A consumer of the first row alone need not wait for a full batch.
             if number == 1 || batch.bytes() >= BATCH_BYTES {
-                goes_on = send(&std::mem::take(&mut batch).into_bytes());
+                wants_more = send(&std::mem::take(&mut batch).into_bytes());
             }
-            Ok(goes_on)
+            Ok(wants_more)
         })
     });
     match read {

@@ -26,18 +26,18 @@ fn sum_slices<T: Element, O: Element>(isa: KernelIsa, SumSlices { parts, before,
     let parts = parts.map(|part| part.map(|part| Some(part).filter(apart).map(|part| memory.read::<T>(part))));
     let before = before.map(|before| Some(before).filter(apart).map(|before| memory.read::<f32>(before)));
     for (nth, out) in memory.write::<O>(out).chunks_mut(BLOCK).enumerate() {
-        let here = nth * BLOCK..nth * BLOCK + out.len();
+        let range = nth * BLOCK..nth * BLOCK + out.len();
         let mut sums = Sums { values: [0.0; BLOCK], elems: 0 };
         // An input that is the output slice itself has the format of the output.
         if let Some(before) = before {
             match before {
-                Some(before) => sums.add(isa, &before[here.clone()]),
+                Some(before) => sums.add(isa, &before[range.clone()]),
                 None => sums.add(isa, &*out),
             }
         }
         for part in parts.iter().flatten() {
             match part {
-                Some(part) => sums.add(isa, &part[here.clone()]),
+                Some(part) => sums.add(isa, &part[range.clone()]),
                 None => sums.add(isa, &*out),
             }
         }

@@ -73,7 +73,7 @@ impl GroupProducts {
 
     /// Algorithms of the plans so far.
     pub(super) fn algorithms(&self) -> impl Iterator<Item = ProductAlgorithm> {
-        self.plans.iter().map(|((shape, dtype), plan)| plan.algorithm(shape.together(), Some(shape.experts), *dtype))
+        self.plans.iter().map(|((shape, dtype), plan)| plan.algorithm(shape.as_one(), Some(shape.experts), *dtype))
     }
 
     /// Returns a closure that enqueues the products that the tables describe. Takes the library, its handle and its workspace.

@@ -41,7 +41,7 @@ impl GpuKernel for EmbedBackward {
         let dtype = self.float_format()?;
         let table = |entries, dtable, accumulate| Table { entries, dout, dtable, accumulate, channels };
         table(tokens, dwte, accumulate_wte).enqueue(queue, dtype)?;
-        dwpe.map_or(Ok(()), |dwpe| table(positions, dwpe, accumulate_wpe).enqueue(queue, dtype))
+        if let Some(dwpe) = dwpe { table(positions, dwpe, accumulate_wpe).enqueue(queue, dtype) } else { Ok(()) }
     }
 }
 

@@ -171,7 +171,9 @@ pub(super) fn run(memory: &mut EmulatedMemory, ptx: &str, name: &str, launch: La
 
 fn run_warp(mut threads: Vec<Thread<'_>>, memory: &mut EmulatedMemory) {
     loop {
-        threads.iter_mut().for_each(|thread| while thread.step(memory) {});
+        for thread in &mut threads {
+            while thread.step(memory) {}
+        }
         if threads.iter().all(|thread| thread.done) {
             return;
         }
@@ -290,7 +292,9 @@ impl<'a> Thread<'a> {
         match (to, from) {
             (PtxOperand::Group(halves), _) => {
                 let value = self.value(from);
-                halves.iter().enumerate().for_each(|(i, half)| self.set(half, "b16", value >> (16 * i)));
+                for (i, half) in halves.iter().enumerate() {
+                    self.set(half, "b16", value >> (16 * i));
+                }
             }
             (_, PtxOperand::Group(halves)) => {
                 let value = halves.iter().rev().fold(0, |value, half| value << 16 | self.value(half));

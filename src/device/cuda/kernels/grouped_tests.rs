@@ -171,10 +171,10 @@ fn products_by_cublaslt_are_those_of_each_expert() {
 
 #[test]
 fn all_experts_together_are_as_many_operations() {
-    let together = |layout| GroupedShape { layout, experts: 4, rows: 9, outs: OUTS, ins: INS }.together();
+    let as_one = |layout| GroupedShape { layout, experts: 4, rows: 9, outs: OUTS, ins: INS }.as_one();
     let sizes = MatmulLayout::ALL.map(|layout| {
-        let MatmulShape { m, n, k, .. } = together(layout);
-        assert_eq!((together(layout).layout, m * n * k), (layout, 9 * OUTS * INS));
+        let MatmulShape { m, n, k, .. } = as_one(layout);
+        assert_eq!((as_one(layout).layout, m * n * k), (layout, 9 * OUTS * INS));
         [m, n, k]
     });
     assert_eq!(sizes, [[9, OUTS, INS], [9, INS, OUTS], [OUTS, INS, 9]]);
@@ -189,10 +189,10 @@ fn more_experts_than_a_block_has_threads_have_tables_too() {
 #[test]
 fn shapes_that_cublaslt_does_not_support_are_refused() {
     let refused = |dtype: Dtype, ins: usize, skew: u64| {
-        let room = |elems| DeviceSlice::at((1 << 32) + skew, elems, dtype);
+        let slice_of = |elems| DeviceSlice::at((1 << 32) + skew, elems, dtype);
         let shape = GroupedShape { layout: MatmulLayout::Nt, experts: 1, rows: 8, outs: OUTS, ins };
         let bounds = DeviceSlice::at(1 << 33, 2, Dtype::Int32);
-        let (a, b, c) = (room(8 * ins), room(OUTS * ins), room(8 * OUTS));
+        let (a, b, c) = (slice_of(8 * ins), slice_of(OUTS * ins), slice_of(8 * OUTS));
         let mut library = Library { memory: EmulatedMemory::default(), tables: GroupTables(0), writes_empty_sums: false };
         GroupedMatmul { shape, a, b, bounds, c, accumulate: false }.enqueue(&mut library).unwrap_err().to_string()
     };

@@ -25,8 +25,8 @@ struct List {
 }
 
 impl List {
-    fn add(&mut self, stream: Stream, what: &str, args: &[u64]) -> Result<()> {
-        self.lines += &format!("{} {what}:", stream.name());
+    fn add(&mut self, stream: Stream, label: &str, args: &[u64]) -> Result<()> {
+        self.lines += &format!("{} {label}:", stream.name());
         args.iter().for_each(|arg| self.lines += &format!(" {arg:x}"));
         self.lines += "\n";
         Ok(())
@@ -75,13 +75,13 @@ impl Queue for List {
 }
 
 /// Operands of a case: each has its own address, `skew` elements after an aligned address.
-struct Room {
+struct TestMemory {
     dtype: Dtype,
     skew: usize,
     given: u64,
 }
 
-impl Room {
+impl TestMemory {
     fn of(&mut self, elems: usize, dtype: Dtype) -> DeviceSlice {
         self.given += 1;
         DeviceSlice::at((self.given << 32) + (self.skew * dtype.bytes()) as u64, elems, dtype)
@@ -102,17 +102,17 @@ impl Room {
 }
 
 /// Row kernels on rows of `cols`.
-fn rows(list: &mut List, r: &mut Room, rows: usize, cols: usize) -> Result<()> {
+fn rows(list: &mut List, r: &mut TestMemory, rows: usize, cols: usize) -> Result<()> {
     let n = rows * cols;
     let (vocab, places) = (50 * cols, 40 * cols);
-    let mut embed = |r: &mut Room, learned: bool| {
+    let mut embed = |r: &mut TestMemory, learned: bool| {
         let (tokens, positions, wte) = (r.i(rows), r.i(rows), r.x(vocab));
         let wpe = learned.then(|| r.x(places));
         Embed { tokens, positions, wte, wpe, out: r.x(n), channels: cols }.enqueue(list)
     };
     embed(r, false)?;
     embed(r, true)?;
-    let mut embed_backward = |r: &mut Room, accumulate_wte, learned: bool, accumulate_wpe| {
+    let mut embed_backward = |r: &mut TestMemory, accumulate_wte, learned: bool, accumulate_wpe| {
         let (tokens, positions, dout, dwte) = (r.i(rows), r.i(rows), r.x(n), r.x(vocab));
         let dwpe = learned.then(|| r.x(places));
         EmbedBackward { tokens, positions, dout, dwte, accumulate_wte, dwpe, accumulate_wpe, channels: cols }.enqueue(list)
@@ -140,7 +140,7 @@ fn rows(list: &mut List, r: &mut Room, rows: usize, cols: usize) -> Result<()> {
     CrossEntropyLoss { stats: r.f(3 * rows), loss: r.f(1), scale: 0.5, accumulate: true }.enqueue(list)
 }
 
-fn scatter(list: &mut List, r: &mut Room, rows: usize, channels: usize) -> Result<()> {
+fn scatter(list: &mut List, r: &mut TestMemory, rows: usize, channels: usize) -> Result<()> {
     for (stream, below, skipped) in [(Stream::H2d, 128, 0), (Stream::Compute, 1024, 8.min(channels - 1)), (Stream::H2d, 1025, 0)] {
         let (rows, packed, table) = (r.i(rows), r.x(rows * channels - skipped), r.x(50 * channels));
         ScatterRows { stream, rows, packed, table, below, skipped, channels }.enqueue(list)?;
@@ -148,7 +148,7 @@ fn scatter(list: &mut List, r: &mut Room, rows: usize, channels: usize) -> Resul
     Ok(())
 }
 
-fn heads(list: &mut List, r: &mut Room, shape: AttentionShape, rotary_dim: usize) -> Result<()> {
+fn heads(list: &mut List, r: &mut TestMemory, shape: AttentionShape, rotary_dim: usize) -> Result<()> {
     let (n, out, d) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols(), shape.head_dim);
     let (normed, lse) = (shape.tokens() * (shape.heads + shape.kv_heads), shape.tokens() * shape.heads);
     let (qkv, q_weight, k_weight) = (r.x(n), r.x(d), r.x(d));
@@ -166,7 +166,7 @@ fn heads(list: &mut List, r: &mut Room, shape: AttentionShape, rotary_dim: usize
 }
 
 /// Kernels of some families only: scale factors, GELU gates, weights plus one, soft caps.
-fn family_rows(list: &mut List, r: &mut Room, rows: usize, cols: usize) -> Result<()> {
+fn family_rows(list: &mut List, r: &mut TestMemory, rows: usize, cols: usize) -> Result<()> {
     let n = rows * cols;
     let x = r.x(n);
     ScaleAdd { x, scale: 0.5, base: None, out: x }.enqueue(list)?;
@@ -182,7 +182,7 @@ fn family_rows(list: &mut List, r: &mut Room, rows: usize, cols: usize) -> Resul
 }
 
 /// Weights plus one, norms over one head and over all heads, rotation of adjacent pairs, soft caps.
-fn family_heads(list: &mut List, r: &mut Room, shape: AttentionShape, rotary_dim: usize) -> Result<()> {
+fn family_heads(list: &mut List, r: &mut TestMemory, shape: AttentionShape, rotary_dim: usize) -> Result<()> {
     let (n, out, d) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols(), shape.head_dim);
     let all = shape.tokens() * (shape.heads + shape.kv_heads);
     let whole = (shape.heads * d, shape.kv_heads * d, 2 * shape.tokens());
@@ -200,7 +200,7 @@ fn family_heads(list: &mut List, r: &mut Room, shape: AttentionShape, rotary_dim
     plain_backward(AttentionBackward { dout: r.x(out), qkv, documents: None, out: attended, lse, dqkv: r.x(n), shape, block: None }, list)
 }
 
-fn transfer(list: &mut List, r: &mut Room, elems: usize) -> Result<()> {
+fn transfer(list: &mut List, r: &mut TestMemory, elems: usize) -> Result<()> {
     for stream in Stream::ALL {
         Cast { stream, src: r.f(elems), dst: r.x(elems) }.enqueue(list)?;
         Cast { stream, src: r.x(elems), dst: r.f(elems) }.enqueue(list)?;
@@ -215,13 +215,13 @@ fn transfer(list: &mut List, r: &mut Room, elems: usize) -> Result<()> {
     Poke { x: r.x(elems), index: elems / 2, value: 7.0 }.enqueue(list)
 }
 
-fn sums(list: &mut List, r: &mut Room, elems: usize) -> Result<()> {
+fn sums(list: &mut List, r: &mut TestMemory, elems: usize) -> Result<()> {
     SumSlices::new(Stream::Compute, &[r.x(elems), r.x(elems)], Some(r.f(elems)), r.f(elems)).enqueue(list)?;
     SumSlices::new(Stream::D2h, &[r.x(elems)], None, r.x(elems)).enqueue(list)
 }
 
 /// A layer of experts over `tokens` of `cols` channels.
-fn experts(list: &mut List, r: &mut Room, tokens: usize, cols: usize) -> Result<()> {
+fn experts(list: &mut List, r: &mut TestMemory, tokens: usize, cols: usize) -> Result<()> {
     let shape = RouteShape { tokens, experts: 10, top_k: 3, rule: RouterRule::All };
     let (rows, n, width) = (shape.rows(), shape.rows() * cols, cols + 8);
     RouterLogits { x: r.x(tokens * cols), weight: r.x(10 * cols), bias: None, logits: r.f(tokens * 10), channels: cols }.enqueue(list)?;
@@ -254,7 +254,7 @@ fn experts(list: &mut List, r: &mut Room, tokens: usize, cols: usize) -> Result<
     RouterBalance { logits, experts: chosen, bounds, stride: 11, dlogits, factor: 0.5, shape }.enqueue(list)
 }
 
-fn sinks(list: &mut List, r: &mut Room, shape: AttentionShape) -> Result<()> {
+fn sinks(list: &mut List, r: &mut TestMemory, shape: AttentionShape) -> Result<()> {
     let (n, rows, heads) = (shape.tokens() * shape.out_cols(), shape.tokens() * shape.heads, shape.heads);
     Sinks { sinks: r.x(heads), out: r.x(n), lse: r.f(rows), shape }.enqueue(list)?;
     let (dout, out, lse) = (r.x(n), r.x(n), r.f(rows));
@@ -262,7 +262,7 @@ fn sinks(list: &mut List, r: &mut Room, shape: AttentionShape) -> Result<()> {
 }
 
 /// Two key heads in rows of eight heads, where the last key of a block is the first without a sum; then columns that fit no vector.
-fn key_gradients(list: &mut List, r: &mut Room) -> Result<()> {
+fn key_gradients(list: &mut List, r: &mut TestMemory) -> Result<()> {
     for (keys, pitch, columns, width) in [(700, 1536, [1024, 1280], 256), (67, 35, [7, 21], 14)] {
         let (dqkv, sums) = (r.x(keys * pitch), r.f(keys * 2 * width));
         AddKeyGradients { dqkv, sums, pitch, columns, width, begun: keys - 1, done: 3 }.enqueue(list)?;
@@ -271,7 +271,7 @@ fn key_gradients(list: &mut List, r: &mut Room) -> Result<()> {
 }
 
 /// Two rows of two documents each, all four padded to the same length: gather and scatter.
-fn documents(list: &mut List, r: &mut Room, shape: AttentionShape) -> Result<()> {
+fn documents(list: &mut List, r: &mut TestMemory, shape: AttentionShape) -> Result<()> {
     let starts: Vec<i32> = (0..2 * 700).map(|token| if token % 700 < 300 { 0 } else { 300 }).collect();
     let table = DocumentTable::new(&starts, 700);
     let batch = &table.batches()[0];
@@ -286,7 +286,7 @@ fn documents(list: &mut List, r: &mut Room, shape: AttentionShape) -> Result<()>
 }
 
 /// Scales and 8-bit numbers of a matrix smaller than a tile and of a large matrix.
-fn fp8(list: &mut List, r: &mut Room) -> Result<()> {
+fn fp8(list: &mut List, r: &mut TestMemory) -> Result<()> {
     for (rows, cols, format) in [(16, 48, Dtype::Float8E4m3), (16384, 4096, Dtype::Float8E5m2)] {
         let (n, scale) = (rows * cols, r.f(1));
         AbsMaxScale { x: r.x(n), scale, format }.enqueue(list)?;
@@ -301,7 +301,7 @@ fn fp8(list: &mut List, r: &mut Room) -> Result<()> {
 }
 
 /// Kernels that compute the scale of their output.
-fn scaling(list: &mut List, r: &mut Room, (rows, cols): (usize, usize), cell: Option<ScaleCell>) -> Result<()> {
+fn scaling(list: &mut List, r: &mut TestMemory, (rows, cols): (usize, usize), cell: Option<ScaleCell>) -> Result<()> {
     let n = rows * cols;
     let (x, weight, rstd, out) = (r.x(n), r.x(cols), r.f(rows), r.x(n));
     WithScale { kernel: RmsNorm { x, weight, plus_one: false, eps: 1e-5, out, rstd }, cell }.enqueue(list)?;
@@ -327,41 +327,41 @@ fn listing() -> Result<String> {
     let odd = AttentionShape { batch: 1, seq_length: 67, heads: 3, kv_heads: 1, head_dim: 7, scale: 0.4, window: Some(40), softcap: None };
     let mut list = List::default();
     for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
-        let mut room = Room { dtype, skew, given: 0 };
-        [(600, 2560), (67, 515), (1, 1), (16384, 40)].into_iter().try_for_each(|(m, n)| rows(&mut list, &mut room, m, n))?;
-        heads(&mut list, &mut room, shape, 128)?;
-        heads(&mut list, &mut room, odd, 4)?;
-        [1, 4096, 9001].into_iter().try_for_each(|elems| transfer(&mut list, &mut room, elems))?;
+        let mut memory = TestMemory { dtype, skew, given: 0 };
+        [(600, 2560), (67, 515), (1, 1), (16384, 40)].into_iter().try_for_each(|(m, n)| rows(&mut list, &mut memory, m, n))?;
+        heads(&mut list, &mut memory, shape, 128)?;
+        heads(&mut list, &mut memory, odd, 4)?;
+        [1, 4096, 9001].into_iter().try_for_each(|elems| transfer(&mut list, &mut memory, elems))?;
     }
     for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
-        sums(&mut list, &mut Room { dtype, skew, given: 0 }, 4097)?;
+        sums(&mut list, &mut TestMemory { dtype, skew, given: 0 }, 4097)?;
     }
     for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
-        let mut room = Room { dtype, skew, given: 0 };
-        experts(&mut list, &mut room, 600, 2560)?;
-        experts(&mut list, &mut room, 67, 515)?;
-        sinks(&mut list, &mut room, odd)?;
-        [(600, 2560), (67, 515), (1, 1)].into_iter().try_for_each(|(m, n)| family_rows(&mut list, &mut room, m, n))?;
-        family_heads(&mut list, &mut room, shape, 128)?;
-        family_heads(&mut list, &mut room, odd, 4)?;
+        let mut memory = TestMemory { dtype, skew, given: 0 };
+        experts(&mut list, &mut memory, 600, 2560)?;
+        experts(&mut list, &mut memory, 67, 515)?;
+        sinks(&mut list, &mut memory, odd)?;
+        [(600, 2560), (67, 515), (1, 1)].into_iter().try_for_each(|(m, n)| family_rows(&mut list, &mut memory, m, n))?;
+        family_heads(&mut list, &mut memory, shape, 128)?;
+        family_heads(&mut list, &mut memory, odd, 4)?;
     }
-    documents(&mut list, &mut Room { dtype: Dtype::Bfloat16, skew: 0, given: 0 }, shape)?;
-    fp8(&mut list, &mut Room { dtype: Dtype::Bfloat16, skew: 0, given: 0 })?;
+    documents(&mut list, &mut TestMemory { dtype: Dtype::Bfloat16, skew: 0, given: 0 }, shape)?;
+    fp8(&mut list, &mut TestMemory { dtype: Dtype::Bfloat16, skew: 0, given: 0 })?;
     list.is_hopper = true;
     for dtype in [Dtype::Bfloat16, Dtype::Float16, Dtype::Float32] {
-        let mut room = Room { dtype, skew: 0, given: 0 };
-        experts(&mut list, &mut room, 600, 2560)?;
-        experts(&mut list, &mut room, 67, 515)?;
+        let mut memory = TestMemory { dtype, skew: 0, given: 0 };
+        experts(&mut list, &mut memory, 600, 2560)?;
+        experts(&mut list, &mut memory, 67, 515)?;
     }
     for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
-        let mut room = Room { dtype, skew, given: 0 };
-        [(600, 2560), (67, 515), (1, 1)].into_iter().try_for_each(|(m, n)| scatter(&mut list, &mut room, m, n))?;
+        let mut memory = TestMemory { dtype, skew, given: 0 };
+        [(600, 2560), (67, 515), (1, 1)].into_iter().try_for_each(|(m, n)| scatter(&mut list, &mut memory, m, n))?;
     }
     for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
-        key_gradients(&mut list, &mut Room { dtype, skew, given: 0 })?;
+        key_gradients(&mut list, &mut TestMemory { dtype, skew, given: 0 })?;
     }
     list.by_cublaslt = true;
-    experts(&mut list, &mut Room { dtype: Dtype::Bfloat16, skew: 0, given: 0 }, 600, 2560)?;
+    experts(&mut list, &mut TestMemory { dtype: Dtype::Bfloat16, skew: 0, given: 0 }, 600, 2560)?;
     Ok(list.lines)
 }
 
@@ -381,7 +381,7 @@ fn launches_are_those_that_are_listed() {
 #[test]
 fn a_last_row_that_ends_within_a_vector_is_scattered_by_element() {
     let name = |missing: usize| {
-        let (mut list, mut r) = (List::default(), Room { dtype: Dtype::Bfloat16, skew: 0, given: 0 });
+        let (mut list, mut r) = (List::default(), TestMemory { dtype: Dtype::Bfloat16, skew: 0, given: 0 });
         let (rows, packed, table) = (r.i(5), r.x(5 * 24 - missing), r.x(50 * 24));
         ScatterRows { stream: Stream::H2d, rows, packed, table, below: 0, skipped: 0, channels: 24 }.enqueue(&mut list).unwrap();
         list.lines.split(' ').nth(1).unwrap().to_string()
@@ -391,18 +391,18 @@ fn a_last_row_that_ends_within_a_vector_is_scattered_by_element() {
 
 #[test]
 fn fp8_of_other_formats_and_within_vectors_is_refused() {
-    let (format, room) = (Dtype::Float8E4m3, |dtype, skew| Room { dtype, skew, given: 0 });
+    let (format, memory) = (Dtype::Float8E4m3, |dtype, skew| TestMemory { dtype, skew, given: 0 });
     let enqueued = |kernel: &dyn Fn(&mut List) -> Result<()>| {
         let mut list = List::default();
         kernel(&mut list).map_or_else(|e| e.to_string(), |()| list.lines)
     };
     let refused = |dtype, skew| {
-        let mut r = room(dtype, skew);
+        let mut r = memory(dtype, skew);
         let kernel = AbsMaxScale { x: r.x(256), scale: r.f(1), format };
         enqueued(&|list| kernel.enqueue(list))
     };
     let scaling = |dtype, skew| {
-        let mut r = room(dtype, skew);
+        let mut r = memory(dtype, skew);
         let cell = Some(ScaleCell { scale: r.f(1), format });
         let kernel = WithScale { kernel: Gelu { x: r.x(256), out: r.x(256) }, cell };
         enqueued(&|list| kernel.enqueue(list))

@@ -68,12 +68,12 @@ impl CudaDevice {
         let AttentionForward { qkv, out, lse, shape, .. } = *kernel;
         let dtype = kernel.float_format()?;
         for (copies, part) in self.document_batches(&shape, dtype)? {
-            let room = GatheredDocuments::new(self.packed.scratch, &shape, &part, dtype);
-            copies.gather(self, qkv, room.qkv)?;
-            let one = AttentionForward { qkv: room.qkv, documents: None, out: room.out, lse: room.lse, shape: part };
+            let gathered = GatheredDocuments::new(self.packed.scratch, &shape, &part, dtype);
+            copies.gather(self, qkv, gathered.qkv)?;
+            let one = AttentionForward { qkv: gathered.qkv, documents: None, out: gathered.out, lse: gathered.lse, shape: part };
             fused(self, &AttentionCall::forward(&one)?)?;
-            copies.scatter(self, room.out, out)?;
-            copies.scatter_lse(self, room.lse, lse)?;
+            copies.scatter(self, gathered.out, out)?;
+            copies.scatter_lse(self, gathered.lse, lse)?;
         }
         Ok(())
     }
@@ -83,12 +83,12 @@ impl CudaDevice {
         let dtype = kernel.float_format()?;
         let block = block.or_else(|| self.sdpa.as_ref().map(|sdpa| sdpa.block(&shape))).unwrap_or(shape.seq_length);
         for (copies, part) in self.document_batches(&shape, dtype)? {
-            let room = GatheredDocuments::new(self.packed.scratch, &shape, &part, dtype);
-            for (rows, padded) in [(dout, room.dout), (qkv, room.qkv), (out, room.out)] {
+            let gathered = GatheredDocuments::new(self.packed.scratch, &shape, &part, dtype);
+            for (rows, padded) in [(dout, gathered.dout), (qkv, gathered.qkv), (out, gathered.out)] {
                 copies.gather(self, rows, padded)?;
             }
-            copies.gather_lse(self, lse, room.lse)?;
-            let GatheredDocuments { dout, qkv, out, lse, dqkv: padded } = room;
+            copies.gather_lse(self, lse, gathered.lse)?;
+            let GatheredDocuments { dout, qkv, out, lse, dqkv: padded } = gathered;
             let block = batch_block(&shape, block, &part);
             let one = AttentionBackward { dout, qkv, documents: None, out, lse, dqkv: padded, shape: part, block: None };
             fused(self, &AttentionCall::backward(&one, block)?)?;

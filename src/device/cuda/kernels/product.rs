@@ -8,13 +8,13 @@ use crate::error::Result;
 impl Launch<Matmul> for CudaDevice {
     fn accept(&mut self, kernel: Checked<Matmul>) -> Result<()> {
         let product = self.gemm.product(CublasProduct::of(*kernel)?)?;
-        product.map_or(Ok(()), |product| self.timed(Stream::Compute, Matmul::NAME, product))
+        if let Some(product) = product { self.timed(Stream::Compute, Matmul::NAME, product) } else { Ok(()) }
     }
 }
 
 impl Launch<ScaledMatmul> for CudaDevice {
     fn accept(&mut self, kernel: Checked<ScaledMatmul>) -> Result<()> {
         let product = self.gemm.product(CublasProduct::scaled(*kernel)?)?;
-        product.map_or(Ok(()), |product| self.timed(Stream::Compute, ScaledMatmul::NAME, product))
+        if let Some(product) = product { self.timed(Stream::Compute, ScaledMatmul::NAME, product) } else { Ok(()) }
     }
 }

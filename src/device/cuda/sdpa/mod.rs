@@ -155,8 +155,12 @@ impl Sdpa {
             wanted.extend(plans.wanted(self.limits, self.deterministic)?);
         }
         let mut made = self.compile(&wanted)?.into_iter();
-        forward.into_iter().zip(made.by_ref()).for_each(|(of, plan)| self.forward.push(ForwardPlan { of, plan }));
-        backward.iter_mut().for_each(|plans| plans.take(&mut made));
+        for (of, plan) in forward.into_iter().zip(made.by_ref()) {
+            self.forward.push(ForwardPlan { of, plan });
+        }
+        for plans in &mut backward {
+            plans.take(&mut made);
+        }
         self.backward.extend(backward);
         let forward = self.forward.iter().map(|forward| forward.plan.workspace_bytes());
         let bytes = forward.chain(self.backward.iter().map(|plans| plans.workspace_bytes(self.deterministic))).max();
@@ -404,17 +408,17 @@ impl BackwardPlans {
         let (pitch, width) = (shape.qkv_cols(), self.part.heads * shape.head_dim / 2);
         let queries = &self.blocks[index].queries;
         let is_of_them = |other: usize| self.blocks.get(other).is_some_and(|other| other.queries == *queries);
-        let (is_begun, goes_on) = (index > 0 && is_of_them(index - 1), is_of_them(index + 1));
+        let (is_begun, continues) = (index > 0 && is_of_them(index - 1), is_of_them(index + 1));
         let column = group * 2 * width;
         let rows = |holds: bool| if holds { queries.len() } else { 0 };
-        (is_begun || goes_on).then(|| AddKeyGradients {
+        (is_begun || continues).then(|| AddKeyGradients {
             dqkv: dqkv.slice((first + queries.start) * pitch, queries.len() * pitch),
             sums: sums.slice(0, queries.len() * 2 * width),
             pitch,
             columns: [column, column + width],
             width,
             begun: rows(is_begun),
-            done: rows(!goes_on),
+            done: rows(!continues),
         })
     }
 }

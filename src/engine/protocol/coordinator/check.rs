@@ -80,8 +80,8 @@ impl Coordinator {
         let pool = self.running.as_ref().filter(|running| running.kind != JobKind::Commit).map(|running| running.bucket);
         assert!(running.eq(pool), "the pool has bucket {pool:?} and others run");
         let Some(running) = &self.running else {
-            let has_room = !self.staging.streams() && self.param_slots.lent() < self.param_slots.count();
-            let waits = |b| self.is_runnable(b) && (has_room || b.phase == RowsArrived);
+            let has_capacity = !self.staging.streams() && self.param_slots.lent() < self.param_slots.count();
+            let waits = |b| self.is_runnable(b) && (has_capacity || b.phase == RowsArrived);
             return assert!(!self.buckets.iter().any(waits), "a bucket waits for an idle pool");
         };
         assert!(!running.speculative || self.rules.may_speculate(), "the pool speculates under {:?}", self.rules.policy);

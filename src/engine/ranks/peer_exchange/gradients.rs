@@ -1,33 +1,187 @@
-//! Gradients: pulls between local ranks, transfers between processes, and sums of both, bucket by bucket and round by round.
+//! Gradients: pulls between local ranks, transfers between processes, and sums of both, bucket by bucket and round by round. Activations
+//! that ranks of a sequence group exchange during the passes.
 
-use super::{InterNode, PeerExchange};
-use crate::device::{Device, DeviceSlice, Kernels, PARTS_MAX, Peers, Stream};
-use crate::engine::ranks::exchange::Exchange;
-use crate::engine::ranks::gradient_groups::KeptSums;
+use super::PeerExchange;
+use super::inter_node::InterNode;
+use crate::bucket::slices::Slices;
+use crate::device::{Device, DeviceSlice, EventId, Kernels, PARTS_MAX, Peers, Stream};
+use crate::dtype::Dtype;
+use crate::engine::ranks::exchange::GradientPort;
+use crate::engine::ranks::gradient_groups::{KeptSums, PartialSumChain};
 use crate::engine::ranks::tcp_transport::TcpTransport;
 use crate::error::Result;
+use crate::model::Model;
+use crate::model::sequence::Handover;
+use crate::planner::plan::Plan;
 use std::ops::Range;
+
+/// Events and sums of the gradients of one rank's slices.
+pub(super) struct PeerGradients {
+    written: Vec<EventId>,
+    /// By bucket: the peers' parts of the sum are pulled, and the sum is computed.
+    pulled: Vec<EventId>,
+    summed: Vec<EventId>,
+    /// Event of the sum that was enqueued last.
+    last_summed: EventId,
+    /// The peers' parts of one slice.
+    staging: DeviceSlice,
+    /// fp32 sums so far of the elements that this rank owns, if a step has several rounds, and the number of sums of each element.
+    sums: DeviceSlice,
+    kept_sums: usize,
+    addition: PartialSumChain,
+    /// Groups are first summed within this process.
+    is_grouped: bool,
+    pub(super) rounds: u64,
+    /// Number of buckets, over all rounds, that were written; have their group's sum, if groups are summed here; were exchanged over NCCL;
+    /// were summed; and have a sum that was reported to the driver.
+    buckets_written: u64,
+    buckets_grouped: u64,
+    buckets_swapped: u64,
+    buckets_summed: u64,
+    buckets_reported: u64,
+}
+
+impl PeerGradients {
+    /// # Errors
+    /// `Resource` when memory is not available; errors of the device.
+    pub(super) fn new<D: Device>(dev: &mut D, plan: &Plan, slices: &Slices) -> Result<Self> {
+        let (count, ranks, kept_sums) = (plan.placement.layout.count(), slices.ranks(), plan.kept_sums());
+        let mut events = || (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
+        let (written, pulled, summed) = (events()?, events()?, events()?);
+        Ok(Self {
+            written,
+            pulled,
+            last_summed: summed[0],
+            summed,
+            staging: dev.alloc("peers' gradients", (ranks - 1) * slices.slice_elems(), plan.recipe.numerics.dtype)?,
+            sums: dev.alloc("gradient sums", slices.elems() * kept_sums, Dtype::Float32)?,
+            kept_sums,
+            addition: PartialSumChain::of(plan),
+            is_grouped: plan.sums_within(),
+            rounds: (plan.recipe.step.shares / ranks) as u64,
+            buckets_written: 0,
+            buckets_grouped: 0,
+            buckets_swapped: 0,
+            buckets_summed: 0,
+            buckets_reported: 0,
+        })
+    }
+
+    /// By bucket, for the peers: the events after this rank's gradient is written, and after this rank has pulled theirs.
+    pub(super) fn events(&self) -> (Vec<EventId>, Vec<EventId>) {
+        (self.written.clone(), self.pulled.clone())
+    }
+
+    /// The memory that the peers' parts arrive in.
+    pub(super) fn staging(&self) -> DeviceSlice {
+        self.staging
+    }
+}
+
+impl<D: Kernels + Peers> GradientPort<D> for PeerExchange<D::PeerHandle> {
+    fn sums_on(&self) -> Stream {
+        Stream::Reduce
+    }
+
+    fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool> {
+        let written = self.gradients.written[bucket];
+        let round = self.gradients.buckets_written / self.buckets();
+        dev.record(written, Stream::Compute)?;
+        if let Some(inter_node) = self.flat_sockets() {
+            inter_node.send_grads(dev, bucket, round, written)?;
+        }
+        self.gradients.buckets_written += 1;
+        self.context.progress.publish_written(self.context.rank);
+        self.context.pass()?;
+        self.swap_written(dev, grads).map(|()| false)
+    }
+
+    fn poll(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<Option<usize>> {
+        // A rank that waited here for a failed peer would wait forever.
+        self.context.check()?;
+        self.group_written(dev, grads, self.gradients.buckets_written)?;
+        loop {
+            if self.gradients.buckets_reported == self.gradients.buckets_summed {
+                // Leaves the host free for other work while the device is far behind.
+                let is_next = self.gradients.buckets_summed < self.gradients.buckets_written
+                    && self.has_parts(dev)?
+                    && dev.has_capacity(Stream::Reduce)?;
+                if !is_next {
+                    return Ok(None);
+                }
+                self.sum_next(dev, grads)?;
+            }
+            let (bucket, round) = self.place_of(self.gradients.buckets_reported);
+            self.gradients.buckets_reported += 1;
+            if round + 1 == self.gradients.rounds {
+                return Ok(Some(bucket));
+            }
+        }
+    }
+
+    fn is_summed(&self) -> bool {
+        self.gradients.buckets_reported == self.gradients.buckets_written
+    }
+
+    fn may_overwrite(&mut self, dev: &mut D, bucket: usize) -> Result<bool> {
+        let before_round = self.gradients.buckets_written.saturating_sub(1) / self.buckets() * self.buckets();
+        let needed = before_round + bucket as u64 + 1;
+        if self.gradients.buckets_summed < needed || !self.context.progress.all_pulled(needed) {
+            return Ok(false);
+        }
+        // Exchanges over NCCL are already enqueued before any later work. Sockets are asked last, because they enqueue a wait once
+        // everything has left.
+        if !self.tcp().map_or(Ok(true), |inter_node| inter_node.may_overwrite(dev))? {
+            return Ok(false);
+        }
+        // Waits for this bucket and those before it, but not for later sums.
+        dev.wait(Stream::Compute, self.gradients.summed[bucket])?;
+        let mut local_ranks = self.context.progress.local_ranks().filter(|mate| *mate != self.context.rank);
+        local_ranks.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled[bucket]))?;
+        Ok(true)
+    }
+
+    fn own_grads(&self, grads: DeviceSlice, flat: &Range<usize>, local: usize) -> DeviceSlice {
+        match local.checked_sub(self.own.kept_from) {
+            Some(kept) if kept < self.own.kept.elems() => self.own.kept.slice(kept, flat.len()),
+            _ => grads.slice(flat.start, flat.len()),
+        }
+    }
+
+    fn hand_over(&mut self, dev: &mut D) -> Result<()> {
+        self.handovers.publish(dev, &self.context)
+    }
+
+    fn is_handed_over(&self) -> bool {
+        self.handovers.has_arrived(&self.context.progress)
+    }
+
+    fn take_over(&mut self, dev: &mut D, model: &Model, what: (Handover, usize)) -> Result<()> {
+        self.handovers.pull(dev, &self.peers, model, what)
+    }
+}
 
 impl<C> PeerExchange<C> {
     /// The bucket, and the round within its step, of the `nth` of all written buckets.
-    pub(super) fn place_of(&self, nth: u64) -> (usize, u64) {
-        ((nth % self.buckets()) as usize, nth / self.buckets() % self.rounds)
+    fn place_of(&self, nth: u64) -> (usize, u64) {
+        ((nth % self.buckets()) as usize, nth / self.buckets() % self.gradients.rounds)
     }
 
-    /// The TCP transport, if each share leaves separately.
-    pub(super) fn flat_sockets(&mut self) -> Option<&mut TcpTransport> {
-        if self.is_grouped { None } else { self.tcp() }
+    /// The TCP transport, if each partial sum leaves separately.
+    fn flat_sockets(&mut self) -> Option<&mut TcpTransport> {
+        if self.gradients.is_grouped { None } else { self.tcp() }
     }
 
     /// Whether all parts of the bucket that is summed next have arrived or are enqueued: every local rank has written it, and the parts
     /// from other processes have arrived.
-    pub(super) fn has_parts<D: Device>(&mut self, dev: &mut D) -> Result<bool> {
-        let next = self.buckets_summed;
+    fn has_parts<D: Device>(&mut self, dev: &mut D) -> Result<bool> {
+        let next = self.gradients.buckets_summed;
         let (bucket, round) = ((next % self.buckets()) as usize, next / self.buckets());
-        let is_here = if self.is_grouped { self.buckets_grouped > next } else { self.context.progress.all_written(next) };
+        let is_here =
+            if self.gradients.is_grouped { self.gradients.buckets_grouped > next } else { self.context.progress.all_written(next) };
         let has_come = match &mut self.inter_node {
             Some(InterNode::Tcp(inter_node)) => inter_node.serve(dev).and_then(|()| inter_node.has_grads(dev, bucket, round))?,
-            Some(InterNode::Nccl(_)) => self.buckets_swapped > next,
+            Some(InterNode::Nccl(_)) => self.gradients.buckets_swapped > next,
             Some(InterNode::Images) | None => true,
         };
         Ok(is_here && has_come)
@@ -35,12 +189,16 @@ impl<C> PeerExchange<C> {
 
     /// Enqueues the sums of groups that are summed within the process, up to bucket count `until`, as far as all local ranks have written
     /// them. The sums are then sent.
-    pub(super) fn group_written<D: Kernels + Peers<PeerHandle = C>>(&mut self, dev: &mut D, grads: DeviceSlice, until: u64) -> Result<()> {
-        while self.is_grouped && self.buckets_grouped < until && self.context.progress.all_written(self.buckets_grouped) {
-            let (bucket, round) = ((self.buckets_grouped % self.buckets()) as usize, self.buckets_grouped / self.buckets());
+    fn group_written<D: Kernels + Peers<PeerHandle = C>>(&mut self, dev: &mut D, grads: DeviceSlice, until: u64) -> Result<()> {
+        while self.gradients.is_grouped
+            && self.gradients.buckets_grouped < until
+            && self.context.progress.all_written(self.gradients.buckets_grouped)
+        {
+            let (bucket, round) =
+                ((self.gradients.buckets_grouped % self.buckets()) as usize, self.gradients.buckets_grouped / self.buckets());
             self.sum_group(dev, grads, bucket)?;
-            self.buckets_grouped += 1;
-            let grouped = self.summed[bucket];
+            self.gradients.buckets_grouped += 1;
+            let grouped = self.gradients.summed[bucket];
             self.tcp().map_or(Ok(()), |inter_node| inter_node.send_grads(dev, bucket, round, grouped))?;
         }
         Ok(())
@@ -50,7 +208,7 @@ impl<C> PeerExchange<C> {
     /// gradient, which no other rank reads there.
     fn sum_group<D: Kernels + Peers<PeerHandle = C>>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<()> {
         let (local_ranks, own) = (self.context.progress.local_ranks(), self.context.rank);
-        dev.wait(Stream::Reduce, self.written[bucket])?;
+        dev.wait(Stream::Reduce, self.gradients.written[bucket])?;
         for owner in (0..self.peers.len()).filter(|owner| self.relay_of(*owner) == own) {
             let flat = self.slices.of(owner, bucket);
             let place = grads.slice(flat.start, flat.len());
@@ -58,7 +216,13 @@ impl<C> PeerExchange<C> {
             for mate in local_ranks.clone().filter(|mate| *mate != own) {
                 parts[mate - local_ranks.start] = self.pull_grads(dev, mate, bucket, &flat)?;
             }
-            self.addition.of_one_group().add(dev, Stream::Reduce, (0, &parts[..local_ranks.len()]), KeptSums::default(), place)?;
+            self.gradients.addition.of_one_group().add(
+                dev,
+                Stream::Reduce,
+                (0, &parts[..local_ranks.len()]),
+                KeptSums::default(),
+                place,
+            )?;
         }
         self.publish_pulled(dev, bucket)?;
         self.record_summed(dev, bucket)
@@ -66,21 +230,21 @@ impl<C> PeerExchange<C> {
 
     /// Enqueues the pull of the gradient of `mate` within `flat`, a slice of `bucket`; returns its destination.
     fn pull_grads<D: Peers<PeerHandle = C>>(&self, dev: &mut D, mate: usize, bucket: usize, flat: &Range<usize>) -> Result<DeviceSlice> {
-        let (theirs, place) = (&self.peers[mate], self.staged(mate, flat.len()));
-        dev.wait_for(Stream::Reduce, mate, theirs.written[bucket])?;
-        dev.pull(Stream::Reduce, mate, theirs.memory.grads.slice(flat.start, flat.len()), place)?;
+        let (peer, place) = (&self.peers[mate], self.staged(mate, flat.len()));
+        dev.wait_for(Stream::Reduce, mate, peer.written[bucket])?;
+        dev.pull(Stream::Reduce, mate, peer.memory.grads.slice(flat.start, flat.len()), place)?;
         Ok(place)
     }
 
     fn publish_pulled<D: Device>(&self, dev: &mut D, bucket: usize) -> Result<()> {
-        dev.record(self.pulled[bucket], Stream::Reduce)?;
+        dev.record(self.gradients.pulled[bucket], Stream::Reduce)?;
         self.context.progress.publish_pulled(self.context.rank);
         Ok(())
     }
 
     fn record_summed<D: Device>(&mut self, dev: &mut D, bucket: usize) -> Result<()> {
-        self.last_summed = self.summed[bucket];
-        dev.record(self.last_summed, Stream::Reduce)
+        self.gradients.last_summed = self.gradients.summed[bucket];
+        dev.record(self.gradients.last_summed, Stream::Reduce)
     }
 
     /// Staging buffer for the part of `peer` of a slice of `elems` elements. Local ranks use it from the front, ranks of other processes
@@ -89,29 +253,29 @@ impl<C> PeerExchange<C> {
         let local_ranks = self.context.progress.local_ranks();
         if local_ranks.contains(&peer) {
             let nth = peer - local_ranks.start - usize::from(peer > self.context.rank);
-            return self.staging.slice(nth * elems, elems);
+            return self.gradients.staging.slice(nth * elems, elems);
         }
         let nth = if peer < local_ranks.start { peer } else { peer - local_ranks.len() };
-        let nth = if self.is_grouped { nth / local_ranks.len() } else { nth };
-        self.staging.slice(self.staging.elems() - (nth + 1) * elems, elems)
+        let nth = if self.gradients.is_grouped { nth / local_ranks.len() } else { nth };
+        self.gradients.staging.slice(self.gradients.staging.elems() - (nth + 1) * elems, elems)
     }
 
     /// Over NCCL, enqueues exchanges directly after a bucket is written, which is the same point on all ranks. It exchanges this bucket, or
     /// the one before if groups are summed here, so that the device computes while the group is summed. Sums that must come first wait for
     /// the other local ranks, and so does this function.
-    pub(super) fn swap_written<D: Kernels + Peers<PeerHandle = C>>(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<()> {
-        let is_last = self.buckets_written.is_multiple_of(self.buckets());
-        let until = self.buckets_written - u64::from(self.is_grouped && !is_last);
-        while matches!(self.inter_node, Some(InterNode::Nccl(_))) && self.buckets_swapped < until {
-            let next = self.buckets_swapped;
-            let needed = if self.is_grouped { Some(next) } else { next.checked_sub(1) };
+    fn swap_written<D: Kernels + Peers<PeerHandle = C>>(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<()> {
+        let is_last = self.gradients.buckets_written.is_multiple_of(self.buckets());
+        let until = self.gradients.buckets_written - u64::from(self.gradients.is_grouped && !is_last);
+        while matches!(self.inter_node, Some(InterNode::Nccl(_))) && self.gradients.buckets_swapped < until {
+            let next = self.gradients.buckets_swapped;
+            let needed = if self.gradients.is_grouped { Some(next) } else { next.checked_sub(1) };
             self.wait_serving(dev, |progress| needed.is_none_or(|needed| progress.all_written(needed)))?;
             self.group_written(dev, grads, next + 1)?;
-            while self.buckets_summed < next {
+            while self.gradients.buckets_summed < next {
                 self.sum_next(dev, grads)?;
             }
             self.swap(dev, ((next % self.buckets()) as usize, next / self.buckets()))?;
-            self.buckets_swapped += 1;
+            self.gradients.buckets_swapped += 1;
         }
         Ok(())
     }
@@ -123,25 +287,25 @@ impl<C> PeerExchange<C> {
             .collect();
         let Some(InterNode::Nccl(nccl)) = &mut self.inter_node else { return Ok(()) };
         let into = |peer: usize| places[peer].expect("another's place");
-        nccl.swap_grads(dev, (bucket, round), into, self.last_summed)
+        nccl.swap_grads(dev, (bucket, round), into, self.gradients.last_summed)
     }
 
     /// Enqueues the next sum. All of its parts have arrived or are enqueued.
-    pub(super) fn sum_next<D: Kernels + Peers<PeerHandle = C>>(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<()> {
-        let (bucket, round) = self.place_of(self.buckets_summed);
+    fn sum_next<D: Kernels + Peers<PeerHandle = C>>(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<()> {
+        let (bucket, round) = self.place_of(self.gradients.buckets_summed);
         self.sum(dev, grads, bucket, round)?;
-        self.buckets_summed += 1;
+        self.gradients.buckets_summed += 1;
         Ok(())
     }
 
-    /// Enqueues the sum of one round's parts of this rank's slice, in the order of ranks, which is the order of shares.
+    /// Enqueues the sum of one round's parts of this rank's slice, in the order of ranks, which is the order of partial sums.
     fn sum<D: Kernels + Peers<PeerHandle = C>>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize, round: u64) -> Result<()> {
         let (flat, local) = (self.slices.global(bucket), self.slices.local(bucket));
         let (mut parts, mut count) = ([grads.slice(flat.start, flat.len()); PARTS_MAX], 0);
         let (local_ranks, own) = (self.context.progress.local_ranks(), self.context.rank);
-        dev.wait(Stream::Reduce, self.written[bucket])?;
+        dev.wait(Stream::Reduce, self.gradients.written[bucket])?;
         for rank in 0..self.peers.len() {
-            if self.is_grouped && self.relay_of(rank) != own {
+            if self.gradients.is_grouped && self.relay_of(rank) != own {
                 continue;
             }
             if rank != own && local_ranks.contains(&rank) {
@@ -151,24 +315,24 @@ impl<C> PeerExchange<C> {
                 match &mut self.inter_node {
                     Some(InterNode::Tcp(inter_node)) => inter_node.bring_grads(dev, rank, parts[count])?,
                     Some(InterNode::Images) => {
-                        let theirs = self.peers[rank].memory.grads.slice(flat.start, flat.len());
-                        dev.pull(Stream::Reduce, rank, theirs, parts[count])?;
+                        let peer = self.peers[rank].memory.grads.slice(flat.start, flat.len());
+                        dev.pull(Stream::Reduce, rank, peer, parts[count])?;
                     }
                     Some(InterNode::Nccl(_)) | None => {}
                 }
             }
             count += 1;
         }
-        if !self.is_grouped {
+        if !self.gradients.is_grouped {
             self.publish_pulled(dev, bucket)?;
         }
         if let Some(InterNode::Nccl(nccl)) = &self.inter_node {
             nccl.wait(dev, Stream::Reduce)?;
         }
-        let sums = self.sums.slice(local.start * self.kept_sums, local.len() * self.kept_sums);
+        let sums = self.gradients.sums.slice(local.start * self.gradients.kept_sums, local.len() * self.gradients.kept_sums);
         let (addition, out) = (
-            if self.is_grouped { self.addition.of_groups() } else { self.addition },
-            Exchange::<D>::own_grads(self, grads, &flat, local.start),
+            if self.gradients.is_grouped { self.gradients.addition.of_groups() } else { self.gradients.addition },
+            GradientPort::<D>::own_grads(self, grads, &flat, local.start),
         );
         addition.add(dev, Stream::Reduce, (round as usize * count, &parts[..count]), KeptSums::of(sums, local.len()), out)?;
         self.record_summed(dev, bucket)

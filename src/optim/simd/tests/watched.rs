@@ -40,11 +40,11 @@ fn a_pass_over_denormal_moments_has_the_same_bits_with_and_without_a_note() {
             let mut got = case.clone();
             prepare(noted);
             got.by_kernels(AdamKernels::new(isa).unwrap(), pass, steps(), [0, 0]);
-            let what = |field| format!("{isa} {pass:?}, noted {noted}: {field}");
-            assert_same(&got.params, &golden.params, &what("params"));
-            assert_same(&got.m, &golden.m, &what("m"));
-            assert_same(&got.v, &golden.v, &what("v"));
-            assert_same(&got.out, &golden.out, &what("out"));
+            let label = |field| format!("{isa} {pass:?}, noted {noted}: {field}");
+            assert_same(&got.params, &golden.params, &label("params"));
+            assert_same(&got.m, &golden.m, &label("m"));
+            assert_same(&got.v, &golden.v, &label("v"));
+            assert_same(&got.out, &golden.out, &label("out"));
         }
     }
 }

@@ -4,24 +4,33 @@
 //! protocol buffers with five fields that matter here (tensorflow/core/util/event.proto, tensorflow/core/framework/summary.proto), too few
 //! for a library.
 
+use super::{SinkKind, SinkStart, StepSink};
+use crate::config::options::ReportTo;
 use crate::disk::{Dir, FileKind, OutFile, OwnMark, OwnedName};
 use crate::error::{Error, Result};
 use crate::hardware::topology::host_name;
-use crate::metrics::{EvalMetrics, StepMetrics};
+use crate::metrics::{EvalLine, StepMetrics};
+use crate::train::observer::Observer;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Its folder in the output directory: empty, or with a file of events in it.
-pub(super) const EVENTS: OwnedName = OwnedName { pattern: "tb", kind: "folder of events", mark: OwnMark::Folder(has_events) };
+const EVENTS: OwnedName = OwnedName { pattern: "tb", kind: "folder of events", mark: OwnMark::Folder(has_events) };
+pub(super) static SINK: SinkKind =
+    SinkKind { name: &EVENTS, contents: "events for TensorBoard", logger: Some(ReportTo::Tensorboard), open };
 const EVENTS_PREFIX: &str = "events.out.tfevents.";
 /// The version record that TensorBoard's readers expect first.
 const VERSION: &[u8] = b"brain.Event:2";
 
-pub(super) struct EventFile {
+struct EventFile {
     file: OutFile,
     record: Vec<u8>,
+}
+
+fn open(start: &SinkStart, _: &mut dyn Observer) -> Result<Box<dyn StepSink>> {
+    Ok(Box::new(EventFile::create(start.dir, start.step)?))
 }
 
 impl EventFile {
@@ -29,7 +38,7 @@ impl EventFile {
     ///
     /// # Errors
     /// `Io` when the file cannot be written, `Format` when the folder's name is taken by something else.
-    pub(super) fn create(dir: &Dir, step: u64) -> Result<Self> {
+    fn create(dir: &Dir, step: u64) -> Result<Self> {
         let folder = match dir.kind(EVENTS.pattern)? {
             None => dir.create_dir(EVENTS.pattern)?,
             Some(FileKind::Dir) => dir.open_dir(EVENTS.pattern)?,
@@ -47,23 +56,6 @@ impl EventFile {
         Ok(events)
     }
 
-    /// Appends the scalars of a step.
-    ///
-    /// # Errors
-    /// `Io` when it cannot be written.
-    pub(super) fn write(&mut self, metrics: &StepMetrics) -> Result<()> {
-        self.append(&event(since_1970(), metrics.step, &scalars(metrics)))
-    }
-
-    /// Appends the scalars of an evaluation.
-    ///
-    /// # Errors
-    /// `Io` when it cannot be written.
-    pub(super) fn write_evaluation(&mut self, metrics: &EvalMetrics) -> Result<()> {
-        let scalars = [("eval/loss", Some(metrics.eval_loss)), ("eval/perplexity", Some(metrics.eval_perplexity))];
-        self.append(&event(since_1970(), metrics.step, &scalars))
-    }
-
     fn append(&mut self, event: &Message) -> Result<()> {
         let length = (event.0.len() as u64).to_le_bytes();
         self.record.clear();
@@ -72,6 +64,22 @@ impl EventFile {
         self.record.extend(&event.0);
         self.record.extend(masked_crc(&event.0).to_le_bytes());
         self.file.write(&self.record)
+    }
+}
+
+impl StepSink for EventFile {
+    fn kind(&self) -> &'static SinkKind {
+        &SINK
+    }
+
+    fn step(&mut self, metrics: &StepMetrics) -> Result<()> {
+        self.append(&event(since_1970(), metrics.step, &scalars(metrics)))
+    }
+
+    fn evaluation(&mut self, line: &EvalLine) -> Result<()> {
+        let metrics = &line.metrics;
+        let scalars = [("eval/loss", Some(metrics.eval_loss)), ("eval/perplexity", Some(metrics.eval_perplexity))];
+        self.append(&event(since_1970(), metrics.step, &scalars))
     }
 }
 
@@ -220,7 +228,7 @@ mod tests {
         let file = Dir::open(dir.path()).unwrap().create_file("events").unwrap();
         let mut written = EventFile { file, record: vec![] };
         events.iter().for_each(|event| written.append(event).unwrap());
-        assert_eq!(fs::read(dir.path().join("events")).unwrap(), include_bytes!("../../tests/golden/tensorboard/events"));
+        assert_eq!(fs::read(dir.path().join("events")).unwrap(), include_bytes!("../../../tests/golden/tensorboard/events"));
     }
 
     #[test]
@@ -239,7 +247,7 @@ mod tests {
         assert!(own());
         fs::write(folder.join("notes"), "brain.Event:2").unwrap();
         assert!(!own());
-        let mut events = include_bytes!("../../tests/golden/tensorboard/events").to_vec();
+        let mut events = include_bytes!("../../../tests/golden/tensorboard/events").to_vec();
         for (at, is_own) in [(events.len(), true), (0, false), (9, false), (20, true), (30, false)] {
             let flipped = events.get_mut(at).map(|byte| std::mem::replace(byte, !*byte));
             fs::write(folder.join("events.out.tfevents.1.host.2.3"), &events).unwrap();

@@ -1,24 +1,37 @@
 //! `metrics.jsonl`: facts of the run in the first line, then one line a step, and one an evaluation; kept through resumes, damage and
 //! removal. A run that goes on writes its facts before its own lines.
 
+use super::{SinkKind, SinkStart, StepSink};
 use crate::disk::{Dir, OwnMark, OwnedName};
 use crate::error::{Error, Result};
+use crate::metrics::{EvalLine, StepMetrics};
+use crate::train::observer::Observer;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
 /// The file in the output directory: one of its first lines is a line of metrics or facts.
 pub(crate) const METRICS: OwnedName = OwnedName { pattern: "metrics.jsonl", kind: "log", mark: OwnMark::File(has_own_line) };
+/// Every run has it.
+pub(super) static SINK: SinkKind = SinkKind { name: &METRICS, contents: "metrics", logger: None, open };
 /// A longer line is none of ours.
 const LINE_BYTES_MAX: u64 = 1 << 20;
 /// Lines of which one must be a line of metrics or facts.
 const LINES_JUDGED: usize = 100;
 
-pub(super) struct MetricsFile {
+struct MetricsFile {
     path: PathBuf,
     file: File,
     /// Begins with a line of facts until that is written.
     line: Vec<u8>,
+}
+
+fn open(start: &SinkStart, observer: &mut dyn Observer) -> Result<Box<dyn StepSink>> {
+    let (metrics, warnings) = MetricsFile::open(start.dir, start.step, start.facts)?;
+    for line in &warnings {
+        observer.warn(line);
+    }
+    Ok(Box::new(metrics))
 }
 
 impl MetricsFile {
@@ -30,7 +43,7 @@ impl MetricsFile {
     ///
     /// # Errors
     /// `Io` when the file cannot be read or written, `Format` when the name is not a regular file's.
-    pub(super) fn open(dir: &Dir, step: u64, facts: &impl serde::Serialize) -> Result<(Self, Vec<String>)> {
+    fn open(dir: &Dir, step: u64, facts: &impl serde::Serialize) -> Result<(Self, Vec<String>)> {
         let path = dir.join(METRICS.pattern);
         let (earlier, (new, beside)) = (dir.open_log(METRICS.pattern)?, dir.create_beside(METRICS.pattern)?);
         let file = new.into_file();
@@ -47,19 +60,11 @@ impl MetricsFile {
         Ok((this, message))
     }
 
-    /// Has all lines on disk, as a checkpoint of the last one's step will be.
-    ///
-    /// # Errors
-    /// `Io` when the disk fails.
-    pub(super) fn sync(&self) -> Result<()> {
-        self.file.sync_data().map_err(|e| Error::io("fsync", &self.path, e))
-    }
-
     /// Appends one line.
     ///
     /// # Errors
     /// `Io` when it cannot be written.
-    pub(super) fn write(&mut self, metrics: &impl serde::Serialize) -> Result<()> {
+    fn write(&mut self, metrics: &impl serde::Serialize) -> Result<()> {
         self.add_line(metrics)?;
         self.file.write_all(&self.line).map_err(|e| Error::io("write", &self.path, e))?;
         self.line.clear();
@@ -71,12 +76,26 @@ impl MetricsFile {
         self.line.push(b'\n');
         Ok(())
     }
+}
 
-    /// Makes it again in `dir` if it was removed or replaced, with all its lines; true if it was.
-    ///
-    /// # Errors
-    /// `Io` when it cannot be read or written.
-    pub(super) fn keep(&mut self, dir: &Dir) -> Result<bool> {
+impl StepSink for MetricsFile {
+    fn kind(&self) -> &'static SinkKind {
+        &SINK
+    }
+
+    fn step(&mut self, metrics: &StepMetrics) -> Result<()> {
+        self.write(metrics)
+    }
+
+    fn evaluation(&mut self, line: &EvalLine) -> Result<()> {
+        self.write(line)
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.file.sync_data().map_err(|e| Error::io("fsync", &self.path, e))
+    }
+
+    fn restore(&mut self, dir: &Dir) -> Result<bool> {
         if self.is_in(dir)? {
             return Ok(false);
         }
@@ -92,11 +111,7 @@ impl MetricsFile {
         Ok(true)
     }
 
-    /// Whether its name in `dir` still leads to it.
-    ///
-    /// # Errors
-    /// `Io` when the directory cannot be read.
-    pub(super) fn is_in(&self, dir: &Dir) -> Result<bool> {
+    fn is_in(&self, dir: &Dir) -> Result<bool> {
         dir.holds(METRICS.pattern, &self.file)
     }
 }
@@ -123,7 +138,11 @@ struct CopiedLog {
 impl CopiedLog {
     fn in_words(&self, step: u64, path: &Path) -> Vec<String> {
         let path = path.display();
-        let damaged = (self.damaged > 0).then(|| format!("{path}: {} lines are damaged and were left out", self.damaged));
+        let damaged = match self.damaged {
+            0 => None,
+            1 => Some(format!("{path}: 1 line is damaged and was left out")),
+            count => Some(format!("{path}: {count} lines are damaged and were left out")),
+        };
         let missing = (self.last < step).then(|| format!("{path}: lines of steps {} to {step} are missing", self.last + 1));
         damaged.into_iter().chain(missing).collect()
     }
@@ -260,16 +279,16 @@ mod tests {
         let (tmp, dir, path) = dir();
         fs::write(&path, "{\"step\":1}\n").unwrap();
         let (mut metrics, _) = MetricsFile::open(&dir, 1, &facts(1)).unwrap();
-        assert!(!metrics.keep(&dir).unwrap());
+        assert!(!metrics.restore(&dir).unwrap());
         metrics.file.write_all(b"{\"step\":2}\n").unwrap();
         fs::remove_file(&path).unwrap();
-        assert!(metrics.keep(&dir).unwrap() && !metrics.keep(&dir).unwrap());
+        assert!(metrics.restore(&dir).unwrap() && !metrics.restore(&dir).unwrap());
         metrics.file.write_all(b"{\"step\":3}\n").unwrap();
         assert_eq!(text(&path), "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n");
         fs::write(tmp.path().join("victim"), "mine").unwrap();
         fs::remove_file(&path).unwrap();
         std::os::unix::fs::symlink("victim", &path).unwrap();
-        assert!(metrics.keep(&dir).unwrap());
+        assert!(metrics.restore(&dir).unwrap());
         assert_eq!((text(&path).lines().count(), text(&tmp.path().join("victim"))), (3, "mine".into()));
         assert!(tmp.path().join("metrics.jsonl.foreign-1").is_symlink());
     }

@@ -1,0 +1,116 @@
+//! The exchange of one device.
+
+use super::{Exchange, GradientPort, OrderPort, RendezvousPort, ReportPort, WeightPort};
+use crate::bucket::layout::BucketLayout;
+use crate::bucket::slices::Slices;
+use crate::device::{DeviceSlice, Kernels, Sides, Stream};
+use crate::engine::ranks::sums::PartialSums;
+use crate::error::Result;
+use crate::optim::norm;
+use crate::planner::plan::Plan;
+use crate::ranks::progress::StepOutcome;
+use crate::units::NormSq;
+
+/// Exchange of one device: its slices are the whole buckets, and it has no peers.
+#[derive(Debug)]
+pub(crate) struct SingleRank {
+    slices: Slices,
+    /// Sums of the partial sums' gradients so far, if a step has several partial sums.
+    sums: Option<PartialSums>,
+    partial_sums: usize,
+    /// Index of the current partial sum.
+    partial_sum: usize,
+    norm_sq: NormSq,
+    reported: Option<(bool, f32)>,
+    /// Sum of the partial sums' losses that were published last.
+    losses: f64,
+}
+
+impl SingleRank {
+    /// # Errors
+    /// `Resource` when memory for sums is needed and not available.
+    pub(in crate::engine) fn new<D: Kernels>(sides: Sides<'_, D>, plan: &Plan) -> Result<Self> {
+        let sums = (plan.recipe.step.shares > 1).then(|| PartialSums::new(plan, sides));
+        Ok(Self {
+            slices: Slices::new(plan.placement.layout.clone(), 0, 1),
+            sums: sums.transpose()?,
+            partial_sums: plan.recipe.step.shares,
+            partial_sum: 0,
+            norm_sq: NormSq(0.0),
+            reported: None,
+            losses: 0.0,
+        })
+    }
+}
+
+impl<D: Kernels> GradientPort<D> for SingleRank {
+    fn sums_on(&self) -> Stream {
+        Stream::Compute
+    }
+
+    fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool> {
+        let (range, partial_sum) = (self.slices.global(bucket), self.partial_sum);
+        let last = partial_sum + 1 == self.partial_sums;
+        if let Some(sums) = &mut self.sums {
+            sums.add(dev, grads.slice(range.start, range.len()), bucket, &range, partial_sum)?;
+        }
+        if range.end == self.slices.elems() {
+            self.partial_sum = (partial_sum + 1) % self.partial_sums;
+        }
+        Ok(last)
+    }
+
+    fn may_overwrite(&mut self, dev: &mut D, bucket: usize) -> Result<bool> {
+        self.sums.as_ref().map_or(Ok(()), |sums| sums.wait_for(dev, bucket)).map(|()| true)
+    }
+
+    fn crossed(&mut self) -> [u64; 2] {
+        self.sums.as_mut().map_or([0; 2], PartialSums::crossed)
+    }
+}
+
+impl<D: Kernels> WeightPort<D> for SingleRank {}
+
+impl<D: Kernels> ReportPort<D> for SingleRank {
+    fn add_norm_partials(&mut self, norm_partials: &[f32]) {
+        self.norm_sq = norm::fold(self.norm_sq, norm_partials);
+    }
+
+    fn report(&mut self, _step: u64, nonfinite: bool, losses: &[f32]) {
+        <Self as ReportPort<D>>::publish_losses(self, losses);
+        self.reported = Some((nonfinite, self.losses as f32));
+    }
+
+    fn outcome(&mut self, _step: u64) -> Option<StepOutcome> {
+        let (nonfinite, loss) = self.reported.take()?;
+        let norm_sq = std::mem::replace(&mut self.norm_sq, NormSq(0.0)).0;
+        Some(StepOutcome { norm_sq, nonfinite, loss })
+    }
+
+    fn publish_losses(&mut self, losses: &[f32]) {
+        self.losses = losses.iter().map(|&loss| f64::from(loss)).sum();
+    }
+
+    fn losses(&self) -> f64 {
+        self.losses
+    }
+}
+
+impl<D: Kernels> OrderPort<D> for SingleRank {}
+
+impl<D: Kernels> RendezvousPort<D> for SingleRank {}
+
+impl<D: Kernels> Exchange<D> for SingleRank {
+    fn slices(&self) -> &Slices {
+        &self.slices
+    }
+
+    fn rearrange(&mut self, sides: Sides<'_, D>, layout: &BucketLayout) -> Result<()> {
+        self.slices = Slices::new(layout.clone(), 0, 1);
+        self.sums.as_mut().map_or(Ok(()), |sums| sums.give_back(sides))
+    }
+
+    fn take(&mut self, sides: Sides<'_, D>, plan: &Plan) -> Result<()> {
+        self.sums.as_mut().map_or(Ok(()), |sums| sums.take(plan, sides))
+    }
+}

@@ -1,0 +1,52 @@
+//! The optimizer of a run as a value: its hyperparameters, and the arrays of its state.
+
+use crate::optim::adam::AdamHyper;
+use crate::optim::moments::Moments;
+use crate::optim::state_array::StateArrays;
+
+/// An optimizer with the settings that decide its results. A further optimizer is a variant here, its passes in
+/// [`HostPasses`](crate::optim::host_passes::HostPasses), and a kernel for states on the device.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Optimizer {
+    /// AdamW with decoupled weight decay.
+    AdamW {
+        /// Hyperparameters; the learning rate of a step comes from the schedule.
+        hyper: AdamHyper,
+        /// Format of both moments between steps.
+        moments: Moments,
+    },
+}
+
+impl Optimizer {
+    /// Name in messages.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::AdamW { .. } => "AdamW",
+        }
+    }
+
+    /// The arrays of the state.
+    pub const fn arrays(&self) -> StateArrays {
+        match self {
+            Self::AdamW { moments, .. } => moments.arrays(),
+        }
+    }
+
+    /// Whether a step needs whole tensors, so that no bucket may hold a part of one.
+    pub const fn needs_whole_tensors(&self) -> bool {
+        match self {
+            Self::AdamW { .. } => false,
+        }
+    }
+}
+
+/// One application of a gradient: optimizer step, learning rate and gradient scale.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Update {
+    /// The optimizer step, from 1: Adam's `t`.
+    pub optimizer_step: u64,
+    /// Learning rate of that step.
+    pub learning_rate: f64,
+    /// Factor on the gradients: clip scale divided by loss scale.
+    pub scale: f32,
+}
