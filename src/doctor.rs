@@ -9,7 +9,7 @@ use crate::hardware::cpu_list::CpuList;
 use crate::hardware::limits;
 use crate::hardware::selected_profile::{AUTO, MachineId, SelectedProfile};
 use crate::hardware::topology::{Cache, NumaNode, Topology};
-use crate::host::affinity::{Placement, workers_beside_others};
+use crate::host::affinity::{CpuPlacement, workers_beside_others};
 use crate::host::memory_policy::HugePagesChoice;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::host::perf::{WorkerCounters, WorkerCounts};
@@ -41,7 +41,7 @@ impl Probes {
     /// Runs all probes on this machine; `topology` lists its CPUs. This takes about a second.
     pub(crate) fn this_machine(topology: &Topology) -> Self {
         let workers = workers(topology);
-        let wake_up = WakeUp::measure(workers, Placement::on(topology, workers));
+        let wake_up = WakeUp::measure(workers, CpuPlacement::on(topology, workers));
         let gpu = GpuReport::this_machine();
         let products = if gpu.usable.is_ok() { products::of_presets() } else { Ok(Vec::new()) };
         Self { gpu, products, wake_up, counters: WorkerCounters::of_this_thread().read() }
@@ -172,7 +172,7 @@ fn cpus(topology: &Topology) -> String {
 /// The CPUs of the optimizer's threads. Beside a GPU one CPU is left for the driver; the CPU device computes and steps on all CPUs.
 fn threads(topology: &Topology) -> String {
     let workers = workers(topology);
-    let beside_a_gpu = match Placement::on(topology, workers) {
+    let beside_a_gpu = match CpuPlacement::on(topology, workers) {
         Some(place) => format!("{workers} on CPUs {}, all else on {}", CpuList::from_iter(place.workers), place.others),
         None => format!("{workers}, not pinned (under a quota, CPUs are shared)"),
     };

@@ -11,7 +11,8 @@ use crate::model::layer_shape::Attn;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::moments::Moments;
-use crate::planner::plan::{Plan, Techniques};
+use crate::planner::plan::Plan;
+use crate::planner::techniques::Techniques;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -226,39 +227,39 @@ pub(crate) struct PlanFacts {
 impl PlanFacts {
     /// Facts of `plan`.
     pub(crate) fn new(plan: &Plan) -> Self {
-        let layout = &plan.layout;
+        let layout = &plan.placement.layout;
         let mut layer_policies = BTreeMap::new();
-        for policy in &plan.layer_policies {
+        for policy in &plan.placement.layer_policies {
             *layer_policies.entry(policy.to_string()).or_default() += 1;
         }
         Self {
-            strategy: plan.strategy,
-            techniques: plan.techniques,
-            policy: format!("{:?}", plan.rules.policy),
-            dtype: plan.dtype.to_string(),
-            matmul_dtype: if plan.fp8 { "fp8".into() } else { plan.dtype.to_string() },
-            link_dtype: plan.link_dtype.to_string(),
-            moments: plan.moments,
-            isa: plan.isa.to_string(),
-            threads: plan.threads,
+            strategy: plan.protocol.strategy,
+            techniques: plan.protocol.techniques,
+            policy: format!("{:?}", plan.protocol.rules.policy),
+            dtype: plan.recipe.numerics.dtype.to_string(),
+            matmul_dtype: if plan.recipe.numerics.fp8 { "fp8".into() } else { plan.recipe.numerics.dtype.to_string() },
+            link_dtype: plan.protocol.link_dtype.to_string(),
+            moments: plan.recipe.numerics.moments,
+            isa: plan.site.isa.to_string(),
+            threads: plan.site.threads,
             buckets: layout.count(),
             resident_buckets: layout.buckets_in(Tier::Device).len(),
             paged_buckets: layout.buckets_in(Tier::Unified).len(),
             early_buckets: layout.early().len(),
             bucket_elems: layout.bucket_elems(),
             offloaded_elems: layout.offloaded_elems(),
-            grad_slots: plan.grad_slots,
-            param_slots: plan.param_slots,
-            streamed_elems: plan.weight_ring.map_or(0, |ring| ring.ringed_elems),
-            weight_ring_elems: plan.weight_ring.map_or(0, |ring| ring.period_elems),
-            fully_sharded: plan.fully_sharded,
-            sums_on_host: plan.sums_on_host,
+            grad_slots: plan.placement.grad_slots,
+            param_slots: plan.placement.param_slots,
+            streamed_elems: plan.placement.rings.weights.map_or(0, |ring| ring.ringed_elems),
+            weight_ring_elems: plan.placement.rings.weights.map_or(0, |ring| ring.period_elems),
+            fully_sharded: plan.placement.rings.fully_sharded,
+            sums_on_host: plan.placement.rings.sums_on_host,
             layer_policies,
-            recomputed_layers: plan.layer_policies.iter().filter(|policy| policy.recomputes_block()).count(),
-            attention: format!("{:?}", plan.attention),
-            expert_products: plan.expert_products,
-            network_bytes: plan.peer_traffic.inter_node,
-            predicted_step_ms: plan.simulated_step_ms.or(plan.predicted.map(|predicted| predicted.step_s * 1e3)),
+            recomputed_layers: plan.placement.layer_policies.iter().filter(|policy| policy.recomputes_block()).count(),
+            attention: format!("{:?}", plan.recipe.numerics.attention),
+            expert_products: plan.recipe.numerics.experts,
+            network_bytes: plan.forecast.peer_traffic.inter_node,
+            predicted_step_ms: plan.forecast.simulated_step_ms.or(plan.forecast.predicted.map(|predicted| predicted.step_s * 1e3)),
         }
     }
 }

@@ -37,7 +37,7 @@ pub mod data {
     pub use crate::data::encode::tokenizer_handle::Tokenizer;
     pub use crate::data::loader::{DataPosition, Loader};
     pub use crate::data::rows::batch::{Batch, Batches};
-    pub use crate::data::rows::row_table::RowRules;
+    pub use crate::data::rows::row_table::{Packing, RowRules};
     pub use crate::data::tokenizer::AddBos;
 }
 
@@ -82,7 +82,7 @@ pub mod hardware {
 }
 
 pub mod host {
-    pub use crate::host::affinity::{Placement, name_and_pin, workers_beside_others};
+    pub use crate::host::affinity::{CpuPlacement, name_and_pin, workers_beside_others};
     pub use crate::host::doorbell::Doorbell;
     pub use crate::host::memory_policy::{HugePagesChoice, MemoryPolicy};
     #[cfg(feature = "mpam")]

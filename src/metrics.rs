@@ -22,7 +22,7 @@ pub(crate) struct MemoryUse {
 impl MemoryUse {
     /// Planned bytes of each class of `plan`, and the current resident set of the process.
     pub(crate) fn of(plan: &Plan) -> Self {
-        let at = |space| plan.memory.iter().filter(|m| m.space == space).map(|m| (m.name, m.bytes as u64)).collect();
+        let at = |space| plan.forecast.memory.iter().filter(|m| m.space == space).map(|m| (m.name, m.bytes as u64)).collect();
         Self { device_bytes: at(MemorySpace::Device), host_bytes: at(MemorySpace::Host), rss_bytes: rss_bytes() }
     }
 }

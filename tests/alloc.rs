@@ -102,9 +102,9 @@ fn main() {
     // The number of rows per expert changes in every step.
     steps(STRATEGIES[1], "# experts\n");
     steps(STRATEGIES[1], "gradient-shares = 2\n");
-    steps_of(STRATEGIES[1], "gradient-shares = 2\n", |plan| plan.sums_on_host = true);
+    steps_of(STRATEGIES[1], "gradient-shares = 2\n", |plan| plan.placement.rings.sums_on_host = true);
     if cfg!(feature = "stv") {
-        let late_rows = |plan: &mut Plan| assert!(!plan.layout.early().is_empty(), "{plan}");
+        let late_rows = |plan: &mut Plan| assert!(!plan.placement.layout.early().is_empty(), "{plan}");
         steps_of(STRATEGIES[1], "early-rows = \"on\"\n", late_rows);
     }
     STRATEGIES.iter().for_each(|strategy| _ = steps(strategy, "gpus = 2\n"));
@@ -113,8 +113,8 @@ fn main() {
         steps(STRATEGIES[1], "gpus = 2\nweights = \"sharded\"\n");
     }
     steps_of(STRATEGIES[1], "gpus = 2\ngradient-shares = 4\nweights = \"auto\"\n", |plan| {
-        plan.grad_ring = grad_ring(plan, &TensorTable::new(&shape_of("weights")));
-        assert!(plan.grad_ring.is_some(), "{plan}");
+        plan.placement.rings.grads = grad_ring(plan, &TensorTable::new(&shape_of("weights")));
+        assert!(plan.placement.rings.grads.is_some(), "{plan}");
     });
     if cfg!(feature = "superchip-cast") {
         steps(STRATEGIES[1], "cast = \"device\"\n");
@@ -123,7 +123,7 @@ fn main() {
         STRATEGIES[..3].iter().for_each(|strategy| _ = steps(strategy, "weights = \"flow\"\n"));
     }
     steps_of(STRATEGIES[3], "", |plan| {
-        plan.layout = BucketLayout::new(plan.layout.flat_elems(), plan.layout.bucket_elems(), Tier::Unified);
+        plan.placement.layout = BucketLayout::new(plan.placement.layout.flat_elems(), plan.placement.layout.bucket_elems(), Tier::Unified);
     });
     // The memory of an emulated program includes that of its emulator.
     if emulator().is_none() {
@@ -169,7 +169,7 @@ impl UseEngine for Watch {
         // The limit is so long that the watchdog never raises an alarm, which would allocate.
         let dog = Watchdog::start(watched, Duration::from_secs(3600), Box::new(|alarm| panic!("{alarm:?}"))).unwrap();
         train(&mut engine, WARM_UP_STEPS);
-        if !plan.layout.elems_in(Tier::Device).is_empty() {
+        if !plan.placement.layout.elems_in(Tier::Device).is_empty() {
             // Steps after a change of plan must not allocate either.
             assert!(engine.replan(plan).unwrap().is_none());
         }

@@ -261,7 +261,7 @@ fn the_plan_counts_the_memory_of_batches() {
     let shape = tiny_llama(2, 32, VOCAB, true);
     let bytes = |sizes, separates_documents| {
         let plan = plan(&shape, sizes, separates_documents, "");
-        plan.memory.iter().find(|class| class.name == "batches, norm").map(|class| class.bytes).unwrap()
+        plan.forecast.memory.iter().find(|class| class.name == "batches, norm").map(|class| class.bytes).unwrap()
     };
     assert_eq!(bytes((2, 8, 5), false) - bytes((2, 8, 1), false), 4 * 3 * 16 * 4);
     assert_eq!(bytes((2, 8, 5), true) - bytes((2, 8, 5), false), 5 * 16 * 4);

@@ -184,27 +184,27 @@ fn run(case: &Case, way: &Way) -> Run {
     let sharded = if way.sharded && ranks > 1 { plan("sharded", "off").ok() } else { None };
     let early = if way.early { plan("auto", "on").ok() } else { None };
     let mut plan = sharded.or(early).unwrap_or_else(|| plan("auto", "off").unwrap());
-    EARLY.with(|runs| runs.set(runs.get() + usize::from(!plan.layout.early().is_empty())));
-    if way.whole_tensors && plan.weight_ring.is_none() {
+    EARLY.with(|runs| runs.set(runs.get() + usize::from(!plan.placement.layout.early().is_empty())));
+    if way.whole_tensors && plan.placement.rings.weights.is_none() {
         cut_at_tensors(&mut plan, &table, resident);
     }
-    plan.grad_ring = grad_ring(&plan, &table).filter(|_| way.ringed && case.micro_batches == 1);
-    RINGED.with(|runs| runs.set(runs.get() + usize::from(plan.grad_ring.is_some())));
-    plan.sums_on_host = way.sums_on_host && ranks == 1 && case.partial_sums > 1 && plan.layout.offloaded() > 0;
-    SUMMED_THERE.with(|runs| runs.set(runs.get() + usize::from(plan.sums_on_host)));
-    SHARDED.with(|runs| runs.set(runs.get() + usize::from(ranks > 1 && plan.weight_ring.is_some())));
+    plan.placement.rings.grads = grad_ring(&plan, &table).filter(|_| way.ringed && case.micro_batches == 1);
+    RINGED.with(|runs| runs.set(runs.get() + usize::from(plan.placement.rings.grads.is_some())));
+    plan.placement.rings.sums_on_host = way.sums_on_host && ranks == 1 && case.partial_sums > 1 && plan.placement.layout.offloaded() > 0;
+    SUMMED_THERE.with(|runs| runs.set(runs.get() + usize::from(plan.placement.rings.sums_on_host)));
+    SHARDED.with(|runs| runs.set(runs.get() + usize::from(ranks > 1 && plan.placement.rings.weights.is_some())));
     on_cpus(&plan, &shape, &Topology::this_machine(), Steps(case, way)).unwrap_or_else(|error| panic!("{error}: {case:?} {way:?}"))
 }
 
 /// Cuts the buckets of `plan` so that each holds whole tensors.
 fn cut_at_tensors(plan: &mut Plan, table: &TensorTable, resident: usize) {
     let tensors: Vec<usize> = table.specs().iter().map(|spec| spec.offset_elems).collect();
-    let (flat_elems, bucket_elems) = (plan.layout.flat_elems(), plan.layout.bucket_elems());
-    let away = if plan.layout.offloaded() > 0 { Tier::Host } else { Tier::Device };
+    let (flat_elems, bucket_elems) = (plan.placement.layout.flat_elems(), plan.placement.layout.bucket_elems());
+    let away = if plan.placement.layout.offloaded() > 0 { Tier::Host } else { Tier::Device };
     let layout = LayoutRequest { flat_elems, bucket_elems, away, starts: BucketStarts::Tensors(&tensors) }.layout().with_resident(resident);
-    plan.grad_slots = plan.grad_slots + layout.offloaded() - plan.layout.offloaded();
-    plan.layout = layout;
-    let lengths: HashSet<usize> = (0..plan.layout.count()).map(|bucket| plan.layout.range(bucket).len()).collect();
+    plan.placement.grad_slots = plan.placement.grad_slots + layout.offloaded() - plan.placement.layout.offloaded();
+    plan.placement.layout = layout;
+    let lengths: HashSet<usize> = (0..plan.placement.layout.count()).map(|bucket| plan.placement.layout.range(bucket).len()).collect();
     UNEQUAL.with(|runs| runs.set(runs.get() + usize::from(lengths.len() > 2)));
 }
 
@@ -369,7 +369,7 @@ fn rows_that_leave_early_change_no_bit() {
                 without[seed as usize / 12]
             );
             let plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, &Machine::cpu(2), true).unwrap();
-            assert_eq!(early == "off", plan.layout.early().is_empty(), "{plan}");
+            assert_eq!(early == "off", plan.placement.layout.early().is_empty(), "{plan}");
             let mut engine = start(&plan, &shape, random_params(seed));
             let mut batches = Rows(Noise::new(seed, VOCAB), VOCAB);
             let norms: Vec<_> = (0..8).map(|_| engine.step(1e-2, &mut batches).unwrap().grad_norm.0.to_bits()).collect();
@@ -687,8 +687,12 @@ fn a_ring_of_gradients_changes_no_bit() {
         let settings = settings(&format!("{common}\n{lines}"));
         let mut plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
         if ring {
-            plan.grad_ring = grad_ring(&plan, &table);
-            assert!(plan.grad_ring.is_some_and(|ring| ring.ringed_elems > 4 * ring.period_elems), "{:?}", plan.grad_ring);
+            plan.placement.rings.grads = grad_ring(&plan, &table);
+            assert!(
+                plan.placement.rings.grads.is_some_and(|ring| ring.ringed_elems > 4 * ring.period_elems),
+                "{:?}",
+                plan.placement.rings.grads
+            );
         }
         let mut engine = start(&plan, &shape, random_params(5));
         let (mut batches, mut counts) = (Noise::new(5, 64), Counts::default());
@@ -722,7 +726,9 @@ fn paged_states_change_no_bit() {
         let mut plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, &Machine::cpu(2), false).unwrap();
         // The command line permits this on a GPU only. The plan is that of no-offload, with its states in managed memory.
         if let Some(resident) = resident {
-            plan.layout = BucketLayout::new(plan.layout.flat_elems(), plan.layout.bucket_elems(), Tier::Unified).with_resident(resident);
+            plan.placement.layout =
+                BucketLayout::new(plan.placement.layout.flat_elems(), plan.placement.layout.bucket_elems(), Tier::Unified)
+                    .with_resident(resident);
         }
         let mut engine = start(&plan, &shape, random_params(5));
         let (mut batches, mut counts, mut moved) = (Noise::new(5, 64), Counts::default(), Vec::new());
@@ -731,7 +737,7 @@ fn paged_states_change_no_bit() {
             counts += report.counts;
             moved.push((report.counters.h2d_bytes, report.counters.d2h_bytes, report.counters.adam_elems));
         }
-        let paged_bytes = plan.optimizer().arrays().state_bytes() * plan.layout.elems_in(Tier::Unified).len();
+        let paged_bytes = plan.optimizer().arrays().state_bytes() * plan.placement.layout.elems_in(Tier::Unified).len();
         (digest(&mut engine), counts, moved, paged_bytes as u64)
     };
     for seed in 0..24u64 {
@@ -775,8 +781,8 @@ fn streamed_weights_change_no_bit_and_come_once_a_pass() {
         );
         let run = |lines: &str| {
             let mut plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, &Machine::cpu(2), false).unwrap();
-            if plan.weight_ring.is_some() && accum == 1 {
-                plan.grad_ring = grad_ring(&plan, &TensorTable::new(&shape));
+            if plan.placement.rings.weights.is_some() && accum == 1 {
+                plan.placement.rings.grads = grad_ring(&plan, &TensorTable::new(&shape));
             }
             let mut engine = start(&plan, &shape, random_params(5));
             let (mut batches, mut counts, mut arrived) = (Noise::new(5, 64), Counts::default(), 0);
@@ -799,10 +805,12 @@ fn streamed_weights_change_no_bit_and_come_once_a_pass() {
         {
             let (have, counts, arrived, plan) = run(&format!("{way}\n{lines}"));
             assert!(have == want, "seed {seed}, {dtype}, clip {clip}, {accum} micro-batches, {lines}");
-            let (streamed, beside) =
-                (streamed_elems(&plan, &shape), plan.layout.offloaded_elems() - plan.weight_ring.unwrap().ringed_elems);
-            let width = plan.dtype.bytes() as u64;
-            if plan.barrier && counts.skipped == 0 {
+            let (streamed, beside) = (
+                streamed_elems(&plan, &shape),
+                plan.placement.layout.offloaded_elems() - plan.placement.rings.weights.unwrap().ringed_elems,
+            );
+            let width = plan.recipe.numerics.dtype.bytes() as u64;
+            if plan.protocol.barrier && counts.skipped == 0 {
                 // Weights outside the ring return once a step, and were copied once before the first step. A skipped step leaves them
                 // unchanged.
                 assert_eq!(arrived, (STEPS * streamed + (STEPS + 1) * beside as u64) * width, "seed {seed}, {lines}");
@@ -818,12 +826,12 @@ fn streamed_weights_change_no_bit_and_come_once_a_pass() {
 /// first.
 #[cfg(feature = "weight-flow")]
 fn streamed_elems(plan: &Plan, shape: &ModelShape) -> u64 {
-    let (table, ring) = (TensorTable::new(shape), plan.weight_ring.unwrap());
+    let (table, ring) = (TensorTable::new(shape), plan.placement.rings.weights.unwrap());
     let ends = table.modules().map(|module| table.module_range(module).end.min(ring.ringed_elems));
     let mut borders: Vec<_> = [0].into_iter().chain(ends).collect();
     borders.dedup();
     let at_turn = *borders.iter().rfind(|&&end| end <= ring.period_elems).unwrap();
     let at_end = ring.ringed_elems - borders.iter().find(|&&start| start + ring.period_elems >= ring.ringed_elems).unwrap();
-    let accum = plan.grad_accum_steps;
+    let accum = plan.recipe.step.micro_batches;
     (2 * accum * ring.ringed_elems - accum * at_turn - (accum - 1) * at_end) as u64
 }

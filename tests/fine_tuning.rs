@@ -73,7 +73,8 @@ fn a_start_from_a_checkpoint_takes_the_memory_that_the_plan_counts() {
     let text = format!("model = {model:?}\ndata = {data:?}\n{SETTINGS}");
     workspace.write("run.toml", &text);
     let plan = Plan::new(&settings(&text), &shape, &Machine::cpu(2), true).unwrap();
-    let later = plan.memory.iter().filter(|class| TOUCHED_LATER.contains(&class.name)).map(|class| class.bytes as u64).sum::<u64>();
+    let later =
+        plan.forecast.memory.iter().filter(|class| TOUCHED_LATER.contains(&class.name)).map(|class| class.bytes as u64).sum::<u64>();
     let planned = plan.balances()[1].needed - later;
     let peak = peak_at_start(&mut workspace.train("out", &[]));
     let off = peak as f64 / planned as f64 - 1.0;

@@ -93,7 +93,7 @@ impl Golden {
             Plan::new(&settings(&format!("{RECIPE}{}{}{way}", self.balance(), resident(way))), &self.shape, &Machine::cpu(2), false)
                 .unwrap();
         // Tiles that do not divide the dimensions.
-        plan.loss_tile = LossTile { rows: 20, vocab: 40 };
+        plan.recipe.numerics.loss_tile = LossTile { rows: 20, vocab: 40 };
         let first = self.first_params();
         start(&plan, &self.shape, |spec| first[spec.range()].to_vec())
     }
@@ -157,8 +157,8 @@ fn ten_steps(golden: &Golden, way: &str) -> Counts {
         assert!((norm / norms[step] - 1.0).abs() < 2e-6, "{at}: norm {norm}, torch {}", norms[step]);
         counts += report.counts;
     }
-    assert_eq!(counts.clipped, (STEPS * engine.plan().layout.count()) as u64, "clipping is active in every step");
-    assert!(engine.plan().layout.count() >= 4, "{} buckets", engine.plan().layout.count());
+    assert_eq!(counts.clipped, (STEPS * engine.plan().placement.layout.count()) as u64, "clipping is active in every step");
+    assert!(engine.plan().placement.layout.count() >= 4, "{} buckets", engine.plan().placement.layout.count());
     let (have, start, want) = (read_params(&mut engine), golden.first_params(), golden.final_params());
     for spec in golden.table.specs() {
         for i in spec.range() {

@@ -17,7 +17,7 @@ use superoffload::{Plan, Result};
 /// Makes a plan for `machine`, allocates its memory and compares both.
 fn compare(toml: &str, shape: &ModelShape, machine: &Machine) -> Plan {
     let plan = Plan::new(&settings(&format!("max-steps = 1\nthreads = 1\n{toml}")), shape, machine, false).unwrap();
-    let plan = Plan { host_memory: MemoryPolicy::unbacked(), ..plan };
+    let plan = plan.with_host_memory(MemoryPolicy::unbacked());
     let engine = cpu_engine(&plan, shape, &Topology::this_machine()).unwrap();
     planned::check(&engine, DeviceKind::Cpu).unwrap_or_else(|wrong| panic!("{toml}: {wrong}"));
     plan
@@ -47,7 +47,7 @@ fn every_memory_class_of_a_plan_for_cpus_matches_allocations() {
         }
         if cfg!(feature = "weight-flow") {
             let plan = compare(&format!("{}weights = \"flow\"\n", strategies[1]), shape, &Machine::cpu(2));
-            assert!(plan.weight_ring.is_some(), "{plan}");
+            assert!(plan.placement.rings.weights.is_some(), "{plan}");
         }
     }
 }
@@ -63,14 +63,14 @@ fn every_memory_class_of_a_plan_for_a_gpu_matches_allocations() {
     let (mut grads, mut weights, mut resident, mut sums, mut groups) = (0, 0, 0, 0, 0);
     for mib in (1400..3600).step_by(50) {
         let plan = compare(common, &shape, &gpu(mib));
-        grads += usize::from(plan.grad_ring.is_some());
-        weights += usize::from(plan.weight_ring.is_some());
-        resident += usize::from(plan.layout.offloaded() == 0);
+        grads += usize::from(plan.placement.rings.grads.is_some());
+        weights += usize::from(plan.placement.rings.weights.is_some());
+        resident += usize::from(plan.placement.layout.offloaded() == 0);
         let plan = compare(&format!("{common}gradient-shares = 3\n"), &shape, &gpu(mib));
-        sums += usize::from(plan.sums_on_host);
+        sums += usize::from(plan.placement.rings.sums_on_host);
         if mib % 400 == 0 {
             let plan = compare(&format!("{common}gradient-shares = 4\ngradient-group = 2\n"), &shape, &gpu(mib));
-            groups += usize::from(plan.sums_on_host);
+            groups += usize::from(plan.placement.rings.sums_on_host);
         }
     }
     assert!(sums > 0 && groups > 0, "no sums on the host were tried");
@@ -79,7 +79,7 @@ fn every_memory_class_of_a_plan_for_a_gpu_matches_allocations() {
     for moments in ["float32", "bfloat16"] {
         let lines = format!("{common}moments = \"{moments}\"\nmemory = \"unified\"\nresident-buckets = 0\n");
         let paged = compare(&lines, &shape, &gpu(8000));
-        assert!(!paged.layout.elems_in(Tier::Unified).is_empty(), "{paged}");
+        assert!(!paged.placement.layout.elems_in(Tier::Unified).is_empty(), "{paged}");
     }
     compare(&format!("{common}moments = \"bfloat16\"\n"), &shape, &gpu(2000));
     let experts = tiny_moe(12, 1024, 256, true);
@@ -103,7 +103,7 @@ impl UseEngine for Compared<'_> {
 /// The plan of several ranks, each of which allocates the planned memory.
 fn planned_as_taken(toml: &str, shape: &ModelShape, machine: &Machine) -> Plan {
     let plan = Plan::new(&settings(toml), shape, machine, false).unwrap();
-    let plan = Plan { host_memory: MemoryPolicy::unbacked(), ..plan };
+    let plan = plan.with_host_memory(MemoryPolicy::unbacked());
     on_cpus(&plan, shape, &Topology::this_machine(), Compared(toml)).unwrap()
 }
 
@@ -142,7 +142,7 @@ fn every_memory_class_of_a_plan_for_several_gpus_matches_allocations() {
             }
             let toml = format!("{common}gpus = {gpus}\n{more}");
             let plan = planned_as_taken(&toml, &shape, &machine);
-            assert_eq!(plan.weight_ring.is_some(), more.contains("sharded"), "{plan}");
+            assert_eq!(plan.placement.rings.weights.is_some(), more.contains("sharded"), "{plan}");
         }
     }
     // Less memory than separate gradients need, with slices of the sums of some, all or no buckets.
@@ -153,8 +153,8 @@ fn every_memory_class_of_a_plan_for_several_gpus_matches_allocations() {
         let plan = |machine: &Machine| Plan::new(&settings, &shape, machine, false).unwrap();
         let bytes = plan(&machine).balances()[0].needed - (32 << 20);
         let device = DeviceMemory::Own { bytes, addressing: Addressing::Managed };
-        let plan = Plan { host_memory: MemoryPolicy::unbacked(), ..plan(&Machine { device, ..machine.clone() }) };
-        assert!(plan.grad_ring.is_some(), "{plan}");
+        let plan = plan(&Machine { device, ..machine.clone() }).with_host_memory(MemoryPolicy::unbacked());
+        assert!(plan.placement.rings.grads.is_some(), "{plan}");
         on_cpus(&plan, &shape, &Topology::this_machine(), Compared(&toml)).unwrap();
     }
 }

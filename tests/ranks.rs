@@ -249,7 +249,7 @@ fn ends_with(fault: &str, adversary: Option<usize>) -> Error {
         resident("superoffload")
     ));
     let plan = Plan::new(&plan, &shape, &Machine::cpu(3), false).unwrap();
-    assert!(plan.layout.offloaded() > 0);
+    assert!(plan.placement.layout.offloaded() > 0);
     let start = Instant::now();
     let error = on_cpus(&plan, &shape, &Topology::this_machine(), EveryPhase).expect_err(fault);
     assert!(start.elapsed() < Duration::from_secs(5), "{fault} took {:?}", start.elapsed());

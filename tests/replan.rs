@@ -61,13 +61,13 @@ impl Steps<'_> {
         if let (Some(kept), Some(refusal)) = (kept, self.refusal) {
             let why = kept.to_string();
             assert!(why.contains(refusal), "{why}");
-            assert_eq!(engine.plan().layout, before.layout);
+            assert_eq!(engine.plan().placement.layout, before.placement.layout);
         }
         // If all slices have equal lengths, each rank has allocated the planned memory.
-        let blocks = |bucket| plan.layout.range(bucket).len() / BLOCK;
-        if (0..plan.layout.count()).all(|bucket| blocks(bucket).is_multiple_of(plan.ranks))
-            && engine.plan().grad_ring.is_none()
-            && !engine.plan().sums_on_host
+        let blocks = |bucket| plan.placement.layout.range(bucket).len() / BLOCK;
+        if (0..plan.placement.layout.count()).all(|bucket| blocks(bucket).is_multiple_of(plan.site.ranks))
+            && engine.plan().placement.rings.grads.is_none()
+            && !engine.plan().placement.rings.sums_on_host
         {
             planned::check(engine, DeviceKind::Cpu).unwrap_or_else(|wrong| panic!("{wrong}, after\n{before}"));
         }
@@ -119,9 +119,9 @@ impl Case {
 /// Differences of two plans in offloaded buckets, policies, slots, weight ring and gradient ring.
 fn differences(a: &Plan, b: &Plan) -> [usize; 5] {
     let of = |plan: &Plan| {
-        let policies = plan.layer_policies.iter().map(|policy| *policy as usize).sum::<usize>();
-        let rings = [plan.weight_ring, plan.grad_ring].map(|ring| usize::from(ring.is_some()));
-        [plan.layout.offloaded(), policies, plan.param_slots, rings[0], rings[1]]
+        let policies = plan.placement.layer_policies.iter().map(|policy| *policy as usize).sum::<usize>();
+        let rings = [plan.placement.rings.weights, plan.placement.rings.grads].map(|ring| usize::from(ring.is_some()));
+        [plan.placement.layout.offloaded(), policies, plan.placement.param_slots, rings[0], rings[1]]
     };
     let (a, b) = (of(a), of(b));
     std::array::from_fn(|place| usize::from(a[place] != b[place]))
@@ -155,8 +155,10 @@ fn plans_that_change_between_steps_change_no_bit() {
         let mut noise = Noise::new(seed, 1 << 30);
         // Streamed weights and casts on the device exclude each other, and a model with few layers needs no ring.
         let mut draw = || loop {
-            if let Ok(plan) = case.plan(&format!("{fixed}\n{}", places(&mut noise, strategy, "flow"))) {
-                return Plan { sums_on_host: plan.partial_sums > 1 && plan.layout.offloaded() > 0 && noise.next() % 2 == 0, ..plan };
+            if let Ok(mut plan) = case.plan(&format!("{fixed}\n{}", places(&mut noise, strategy, "flow"))) {
+                plan.placement.rings.sums_on_host =
+                    plan.recipe.step.shares > 1 && plan.placement.layout.offloaded() > 0 && noise.next() % 2 == 0;
+                return plan;
             }
         };
         let (first, mut steps) = (draw(), Noise::new(seed + 7, 4));
@@ -222,8 +224,10 @@ fn a_plan_without_memory_for_it_keeps_the_old_one() {
         let plan = |places: &str| case.plan_on(ranks, &format!("bucket-mib = 0.0156\nthreads = 2\n{places}")).unwrap();
         let (small, large) = (plan("resident-buckets = 1\nslots = 2"), plan("resident-buckets = 5\nslots = 3"));
         for (from, to) in [(&small, &large), (&large, &small)] {
-            let too_many = (1 << 58) / to.layout.bucket_elems();
-            for refused in [Plan { grad_slots: too_many, ..to.clone() }, Plan { param_slots: too_many, ..to.clone() }] {
+            let too_many = (1 << 58) / to.placement.layout.bucket_elems();
+            let [mut grads, mut params] = [to.clone(), to.clone()];
+            (grads.placement.grad_slots, params.placement.param_slots) = (too_many, too_many);
+            for refused in [grads, params] {
                 let mut next = |_: &Plan| Some(refused.clone());
                 let steps = Steps { next: &mut next, refusal: Some("TiB of host memory for ") };
                 let (have, have_losses, _) = on_cpus(from, &case.shape, &Topology::this_machine(), steps).unwrap();

@@ -4,7 +4,7 @@ use crate::program::{Workspace, run};
 use crate::support::{Noise, digest, grad_ring, load, random_params, resident, settings, tiny_llama};
 use std::path::Path;
 use std::time::{Duration, Instant};
-use superoffload::internals::data::{Batch, Batches};
+use superoffload::internals::data::{Batch, Batches, Packing};
 use superoffload::internals::device::Kernels;
 use superoffload::internals::engine::Engine;
 use superoffload::internals::hardware::Topology;
@@ -117,11 +117,11 @@ fn steps_of(shape: &ModelShape, seed: u64, lines: &str, change: impl FnOnce(&mut
         "device = 'cpu'\nseq-length = {LENGTH}\nper-device-train-batch-size = {ROWS}\nmax-steps = 9\nbucket-mib = 0.125\n\
          weight-decay = 0.1\n{lines}"
     );
-    let plan = Plan::new(&settings(&text), shape, &Machine::cpu(2), false).unwrap_or_else(|error| panic!("{error}: {lines}"));
-    let mut plan = Plan { separates_documents: seed % 2 == 1, ..plan };
+    let mut plan = Plan::new(&settings(&text), shape, &Machine::cpu(2), false).unwrap_or_else(|error| panic!("{error}: {lines}"));
+    plan.recipe.rows.packing = if seed % 2 == 1 { Packing::Bfd } else { Packing::Wrapped };
     if seed.is_multiple_of(3) {
         // Tiles that do not divide the dimensions.
-        (plan.loss_tile.rows, plan.loss_tile.vocab) = (7, 40);
+        (plan.recipe.numerics.loss_tile.rows, plan.recipe.numerics.loss_tile.vocab) = (7, 40);
     }
     change(&mut plan);
     on_cpus(&plan, shape, &Topology::this_machine(), Steps(seed)).unwrap_or_else(|error| panic!("{error}: {lines}"))
@@ -224,7 +224,7 @@ fn outputs_of_attention_that_come_back_from_the_host_are_handed_over() {
         for (nth, mix) in [0, 1, 2, 0, 1, 2].into_iter().enumerate().map(|(nth, mix)| (nth, mixes[mix])) {
             let way = lines(if nth == 1 { 4 } else { ranks }, &format!("adversary = 8{nth}"));
             let (other_losses, _, digest) =
-                steps_of(&shape, seed, &way, |plan| plan.layer_policies = mix.map(|policy| policy.parse().unwrap()).into());
+                steps_of(&shape, seed, &way, |plan| plan.placement.layer_policies = mix.map(|policy| policy.parse().unwrap()).into());
             assert_eq!((&other_losses, &digest), (&losses, &want), "{heads} heads, {mix:?}");
         }
     }
@@ -244,8 +244,8 @@ fn gradients_of_ranks_of_a_sequence_may_lie_in_a_ring() {
         let (losses, _, want) = steps(&shape, 4, &lines("strategy = 'zero-offload'"));
         for seed in 0..4 {
             let in_ring = |plan: &mut Plan| {
-                plan.grad_ring = grad_ring(plan, &TensorTable::new(&shape));
-                assert!(plan.grad_ring.is_some(), "{plan}");
+                plan.placement.rings.grads = grad_ring(plan, &TensorTable::new(&shape));
+                assert!(plan.placement.rings.grads.is_some(), "{plan}");
             };
             let (other_losses, _, digest) = steps_of(&shape, 4, &lines(&format!("adversary = {seed}")), in_ring);
             assert_eq!((&other_losses, &digest), (&losses, &want), "{ranks} of 4, seed {seed}");
@@ -266,14 +266,14 @@ fn ranks_of_a_sequence_may_keep_parts_of_the_weights_and_compute_in_tiles_or_fp8
     let sharded = if cfg!(feature = "weight-flow") { "weights = 'sharded'\n" } else { "" };
     let mut digests = Vec::new();
     for products in ["", "matmul-dtype = 'fp8'\n"] {
-        let in_tiles = |plan: &mut Plan| plan.mlp_tile = products.is_empty().then_some(7);
+        let in_tiles = |plan: &mut Plan| plan.recipe.numerics.mlp_tile = products.is_empty().then_some(7);
         let way = format!("{products}strategy = 'no-offload'\nactivations = 'keep'");
         let (losses, _, want) = steps_of(&shape, 4, &lines(2, &way), in_tiles);
         for (nth, policy) in ["keep", "recompute-cheap", "recompute-block", "host", "host-attention"].into_iter().enumerate() {
             let way = format!("{products}{sharded}activations = '{policy}'\nresident-buckets = 0\nadversary = 8{nth}");
             let change = |plan: &mut Plan| {
                 in_tiles(plan);
-                assert_eq!(plan.weight_ring.is_some(), !sharded.is_empty(), "{plan}");
+                assert_eq!(plan.placement.rings.weights.is_some(), !sharded.is_empty(), "{plan}");
             };
             let (other_losses, _, digest) = steps_of(&shape, 4, &lines(2 + nth % 2 * 2, &way), change);
             assert_eq!((&other_losses, &digest), (&losses, &want), "{way}");

@@ -53,10 +53,10 @@ pub fn settings(toml: &str) -> Settings {
 
 /// The shortest gradient ring that holds any module and a bucket, if it saves memory. The embeddings stay outside.
 pub fn grad_ring(plan: &Plan, table: &TensorTable) -> Option<RingShape> {
-    let grain = RING_GRAIN_BYTES / plan.dtype.bytes();
+    let grain = RING_GRAIN_BYTES / plan.recipe.numerics.dtype.bytes();
     let module_elems = [Module::Head, Module::Layer(0)].map(|module| table.module_range(module).len());
-    let period_elems = (module_elems[0].max(module_elems[1]) + plan.layout.bucket_elems()).next_multiple_of(grain);
-    let limit = if plan.ranks == 1 { plan.layout.offloaded_elems() } else { plan.layout.flat_elems() };
+    let period_elems = (module_elems[0].max(module_elems[1]) + plan.placement.layout.bucket_elems()).next_multiple_of(grain);
+    let limit = if plan.site.ranks == 1 { plan.placement.layout.offloaded_elems() } else { plan.placement.layout.flat_elems() };
     let end = table.module_range(Module::Embed).start.min(limit);
     let ringed_elems = end / grain * grain;
     (ringed_elems > period_elems).then_some(RingShape { ringed_elems, period_elems })

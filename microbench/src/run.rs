@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use superoffload::Result;
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::host::{
-    Doorbell, HostMemory, HugePagesChoice, Job, MemoryPolicy, Placement, ResctrlGroup, Threads, join_optimizer, name_and_pin,
+    CpuPlacement, Doorbell, HostMemory, HugePagesChoice, Job, MemoryPolicy, ResctrlGroup, Threads, join_optimizer, name_and_pin,
 };
 use superoffload::internals::trace::Recorder;
 
@@ -30,7 +30,7 @@ fn workers_of_this_machine() -> usize {
 
 fn policy(pages: HugePagesChoice, workers: usize) -> Result<MemoryPolicy> {
     let topology = Topology::this_machine();
-    let cpus = Placement::on(&topology, workers).map_or(Vec::new(), |placement| placement.workers);
+    let cpus = CpuPlacement::on(&topology, workers).map_or(Vec::new(), |placement| placement.workers);
     MemoryPolicy::new(&topology, pages, &cpus, workers)
 }
 
@@ -85,7 +85,7 @@ impl Timing {
 /// `Resource` if a thread cannot be started or pinned, if a group cannot be joined, or if a job panics.
 pub fn run<J: Job>(setting: Setting<'_>, mut job: impl FnMut(usize) -> J) -> Result<Timing> {
     let bell = Arc::new(Doorbell::default());
-    let placement = if setting.pin { Placement::on(&Topology::this_machine(), setting.threads) } else { None };
+    let placement = if setting.pin { CpuPlacement::on(&Topology::this_machine(), setting.threads) } else { None };
     let pinned = placement.is_some();
     let worker_nodes = policy(HugePagesChoice::Auto, setting.threads)?.worker_nodes();
     let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin("adam", worker, place.workers[worker]));

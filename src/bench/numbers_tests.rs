@@ -86,7 +86,7 @@ fn judge(message: &[String]) {
     let train = TrainOptions { data: Some(vec!["corpus.txt".into()]), ..options.train.clone() };
     let shape = ModelShape::parse(DEMO_CONFIG, Path::new("demo")).unwrap();
     if let Ok(settings) = Settings::resolve(train) {
-        settings.warmup(u64::MAX);
+        settings.schedule().warmup(u64::MAX);
         let plan = settings.on_gpus(2).and_then(|settings| Plan::new(&settings, &shape, &Machine::cpu(4), false));
         drop(plan.and_then(|plan| plan.check_fits(&settings, &shape)));
     }

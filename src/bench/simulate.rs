@@ -103,10 +103,7 @@ impl Simulation {
     /// `Resource` that names the shortage when the plan does not fit the machine; `Io` when the timeline cannot be written.
     pub(crate) fn run(&self) -> Result<SimulatedRecord> {
         let trace = self.settings.trace.as_deref().map(TraceFile::open).transpose()?;
-        let plan = Plan {
-            for_other_machine: true,
-            ..best_plan(&self.settings, &self.shape, &Machine::of_run(&self.profile, &self.settings)?, false)?
-        };
+        let plan = best_plan(&self.settings, &self.shape, &Machine::of_run(&self.profile, &self.settings)?, false)?.for_another_machine();
         let (outcome, tracks, window_ns) = simulate(&plan, &self.shape, &self.profile.name, self.steps, TRACE_SPANS)?;
         trace.map(|trace| trace.write(&tracks)).transpose()?;
         Ok(SimulatedRecord {

@@ -117,7 +117,7 @@ impl StepBench {
         let matmul_flops = chosen.gpus.first().map(|gpu| matmul_ceiling(&plan, gpu.index)).transpose()?;
         let user = Measurement { bench: self, launch: &launch, settings: &settings, plan: &plan, matmul_flops, log };
         let Some(process_group) = process_group else { return launch.engine(&plan, &self.shape, user) };
-        process_group.propose((&plan, &self.shape), &settings, String::new())?;
+        process_group.propose(&plan, &settings, String::new())?;
         ThisProcess { launch: &launch, plan: &plan, shape: &self.shape, links: &process_group.links }.lead(user, &Stepping)
     }
 
@@ -154,7 +154,7 @@ impl UseEngine for Measurement<'_> {
         let Self { bench, launch, settings, plan, matmul_flops, log } = self;
         let trace = settings.trace.as_deref().map(TraceFile::open).transpose()?;
         let start = Instant::now();
-        engine.init_state(settings.seed, engine.plan().threads)?;
+        engine.init_state(settings.seed, engine.plan().site.threads)?;
         engine.send_weights()?;
         let init_seconds = start.elapsed().as_secs_f64();
         let warn = |line: &str| log(&format_args!("warning: {line}"));
@@ -218,8 +218,8 @@ fn pass_on(news: ProgressEvent<'_>, log: &mut dyn FnMut(&dyn Display)) {
 
 /// FLOP/s of large matrix products in the plan's format, measured over seconds: the speed that the GPU sustains under its power limit.
 fn matmul_ceiling(plan: &Plan, ordinal: usize) -> Result<f64> {
-    let mut dev = gpu::open(ordinal, plan.cuda_libraries.clone(), Engines::OWN, 0, false)?;
-    super::ceiling::matmul_flops(&mut dev, plan.dtype, CEILING_ELEMS, CEILING_TIME)
+    let mut dev = gpu::open(ordinal, plan.site.cuda_libraries.clone(), Engines::OWN, 0, false)?;
+    super::ceiling::matmul_flops(&mut dev, plan.recipe.numerics.dtype, CEILING_ELEMS, CEILING_TIME)
 }
 
 /// Samples of the GPU, or the reason why there are none.

@@ -114,7 +114,7 @@ mod tests {
         let settings =
             Settings { moments, resident_buckets: ResidentBuckets::Count(resident), seq_length: 16, threads: Some(1), ..Settings::demo() };
         let plan = Plan::new(&settings, &shape, &Machine::cpu(1), false).unwrap();
-        assert!(plan.layout.offloaded() > 0 && plan.layout.count() - plan.layout.offloaded() == resident);
+        assert!(plan.placement.layout.offloaded() > 0 && plan.placement.layout.count() - plan.placement.layout.offloaded() == resident);
         cpu_engine(&plan, &shape, &Topology::this_machine()).unwrap()
     }
 
@@ -140,7 +140,7 @@ mod tests {
             clip: Default::default(),
             settings: Value::Null,
         };
-        let run = serde_json::json!({"moments": engine.plan().moments}).as_object().unwrap().clone();
+        let run = serde_json::json!({"moments": engine.plan().recipe.numerics.moments}).as_object().unwrap().clone();
         let mut writer = Writer::create(&Dir::open(dir).unwrap(), trainer, run).unwrap();
         let write = |begun: Option<&TensorSpec>, part, elems: &mut Vec<f32>| {
             begun.iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));

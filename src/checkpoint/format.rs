@@ -1,12 +1,12 @@
 //! The manifest, `trainer_state.json`: its contents, its seal, and its checks.
 
 use super::state_parts::StateParts;
-use crate::config::options::RunPart;
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::optim::clip::ClipMemory;
 use crate::optim::moments::Moments;
 use crate::optim::state_array::StateArrays;
+use crate::recipe::part::RunPart;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::path::Path;

@@ -68,8 +68,8 @@ fn write<D: Kernels>(engine: &mut Engine<D>, dir: &Dir) -> Result<Vec<u32>> {
 
 /// Bytes of the largest file that `process` writes of a checkpoint by `plan`.
 pub(crate) fn part_bytes(plan: &Plan, process: usize) -> u64 {
-    let each = plan.ranks / plan.processes;
-    let elems = |rank| Slices::new(plan.layout.clone(), rank, plan.ranks).elems();
+    let each = plan.site.ranks / plan.site.processes;
+    let elems = |rank| Slices::new(plan.placement.layout.clone(), rank, plan.site.ranks).elems();
     let most = (process * each..(process + 1) * each).map(elems).max().unwrap_or(0);
     plan.optimizer().arrays().bytes(most) as u64
 }

@@ -3,13 +3,14 @@
 use super::describe;
 use super::options::{
     AttentionChoice, DeviceChoice, EvalStrategy, ExpertProductsChoice, HostMemoryKind, InitChoice, ReplanChoice, Resume, Rollback,
-    Strategy, Technique, TrainDtype, TrainLength, Transport, WeightsChoice,
+    Strategy, Technique, TrainDtype, Transport, WeightsChoice,
 };
 use super::settings::Settings;
 use crate::device::PARTS_MAX;
 use crate::error::{Error, Result};
 use crate::host::resctrl_group::ResctrlGroup;
 use crate::optim::moments::Moments;
+use crate::optim::schedule::TrainLength;
 use crate::ranks::RANKS_MAX;
 use crate::signals::StopSignal;
 use crate::units::{Bytes, compact};

@@ -1,5 +1,6 @@
 //! Configuration of a run: flags and a file in TOML, YAML or JSON ([`mod@file`]; other spellings in
-//! [`aliases`], DeepSpeed's in [`deepspeed`], whole files of other trainers in [`foreign`]), resolved and checked ([`resolve`]).
+//! [`aliases`], DeepSpeed's in [`deepspeed`], whole files of other trainers in [`foreign`]), resolved and checked ([`resolve`]), of which
+//! [`recipe`] makes the parts of a recipe.
 //! The table of all settings is in [`settings`], the types of their values in [`options`], the launchers' variables in `launchers`.
 
 pub(crate) mod aliases;
@@ -13,6 +14,7 @@ pub(crate) mod foreign;
 pub(crate) mod launchers;
 pub(crate) mod options;
 mod program;
+mod recipe;
 pub(crate) mod resolve;
 pub(crate) mod settings;
 mod splits;

@@ -2,6 +2,7 @@
 
 use crate::device::ExpertProducts;
 use crate::model::policy::LayerPolicy;
+use crate::scalar::scalar;
 use clap::ValueEnum;
 use serde::de::value::StrDeserializer;
 use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
@@ -311,38 +312,6 @@ impl From<PathBuf> for Resume {
     }
 }
 
-/// A part of a run that a resume compares with the checkpoint.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum RunPart {
-    /// Settings of the model's configuration that change arithmetic.
-    Model,
-    /// How text becomes tokens.
-    Tokenizer,
-    /// The content of the data files, in order.
-    Data,
-    /// Decisions of the plan that change bits.
-    Numerics,
-    /// Format of the optimizer's moments, which are converted.
-    Moments,
-}
-
-impl RunPart {
-    /// All parts, in the order of messages.
-    pub const ALL: [Self; 5] = [Self::Model, Self::Tokenizer, Self::Data, Self::Numerics, Self::Moments];
-
-    /// The name in flags and checkpoints.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Model => "model",
-            Self::Tokenizer => "tokenizer",
-            Self::Data => "data",
-            Self::Numerics => "numerics",
-            Self::Moments => "moments",
-        }
-    }
-}
-
 /// Number of tail buckets with optimizer state on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -397,126 +366,6 @@ impl FromStr for ResidentBuckets {
     }
 }
 
-/// A value written into the gradient, to test the step's reaction.
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Injection {
-    /// The training step, counted from 1; skipped steps count.
-    pub step: u64,
-    /// Index into the flat gradient.
-    pub element: usize,
-    /// The partial sum of the step, counted from 0.
-    #[serde(default)]
-    pub share: usize,
-    /// The written value: a number, `nan`, `inf` or `-inf`. Serialised as text, because JSON has no NaN.
-    #[serde(deserialize_with = "scalar", serialize_with = "as_text")]
-    pub value: f32,
-}
-
-/// A fault injected into one rank, to test how all ranks end.
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct RankFault {
-    /// The training step, counted from 1; between two steps it is the next one.
-    pub step: u64,
-    /// The rank, counted from 0.
-    pub rank: usize,
-    /// The phase of the step.
-    pub phase: FaultPhase,
-    /// The kind of fault.
-    #[serde(default)]
-    pub kind: FaultKind,
-}
-
-/// Phases of a step in which a fault can be injected.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum FaultPhase {
-    /// The rank has allocated its memory and has not reported it to the other ranks.
-    Start,
-    /// A module is enqueued.
-    Module,
-    /// The gradient of a bucket is enqueued.
-    Backward,
-    /// The sum of a bucket's gradients is enqueued.
-    Sum,
-    /// A gradient is copied from the device.
-    GradsOut,
-    /// A bucket is handed to the optimizer workers.
-    Optimize,
-    /// Parameters are copied to the device.
-    ParamsIn,
-    /// The device runs the optimizer step of a bucket.
-    StepOnDevice,
-    /// The rank waits for the verdict.
-    Verdict,
-    /// The rank waits for the other ranks' weights.
-    Gather,
-    /// Activations are sent to the ranks that share the same sequences.
-    HandOver,
-    /// Pending updates are written before a save.
-    Flush,
-    /// A rank other than 0 hands over its state for a save.
-    Read,
-    /// A rank other than 0 takes over state from a checkpoint.
-    Write,
-    /// The rank has moved its memory to a new plan and has not reported it to the other ranks.
-    Move,
-    /// The rank has computed its part of an evaluation and has not reported it to the other ranks.
-    Evaluate,
-}
-
-/// Kinds of injected faults.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum FaultKind {
-    /// An operation fails.
-    #[default]
-    Error,
-    /// The thread panics.
-    Panic,
-    /// The thread blocks forever.
-    Hang,
-    /// The thread blocks for two seconds.
-    Slow,
-}
-
-/// Length of training.
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum TrainLength {
-    /// This many optimizer steps.
-    Steps(u64),
-    /// This many passes over the data.
-    Epochs(f64),
-}
-
-/// Reads a number, a word or a boolean through `FromStr`, like the command line.
-fn scalar<'de, D: Deserializer<'de>, T: FromStr<Err: fmt::Display>>(deserializer: D) -> Result<T, D::Error> {
-    struct TextValue;
-    impl Visitor<'_> for TextValue {
-        type Value = String;
-
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("a number or a word")
-        }
-        fn visit_str<E>(self, text: &str) -> Result<String, E> {
-            Ok(text.to_string())
-        }
-        fn visit_i64<E>(self, number: i64) -> Result<String, E> {
-            Ok(number.to_string())
-        }
-        fn visit_u64<E>(self, number: u64) -> Result<String, E> {
-            Ok(number.to_string())
-        }
-        fn visit_f64<E>(self, number: f64) -> Result<String, E> {
-            Ok(number.to_string())
-        }
-    }
-    let text = deserializer.deserialize_any(TextValue)?;
-    text.parse().map_err(|cause| de::Error::custom(format!("`{text}`: {cause}")))
-}
-
 pub(super) fn some_scalar<'de, D: Deserializer<'de>, T: FromStr<Err: fmt::Display>>(deserializer: D) -> Result<Option<T>, D::Error> {
     scalar(deserializer).map(Some)
 }
@@ -525,10 +374,6 @@ pub(super) fn some_scalar<'de, D: Deserializer<'de>, T: FromStr<Err: fmt::Displa
 pub(super) fn some_json<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
     let value = serde_json::Value::deserialize(deserializer)?;
     Ok(Some(value.as_str().map_or_else(|| value.to_string(), String::from)))
-}
-
-fn as_text<S: serde::Serializer>(value: &f32, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_str(value)
 }
 
 /// Reads a list, or one string as a list of one.

@@ -1,12 +1,12 @@
 //! Resolves options to settings: fills in defaults and checks every value.
 
 use super::checks::require;
-use super::options::{GpuCount, InitChoice, TrainLength};
+use super::options::{GpuCount, InitChoice};
 use super::settings::{Settings, TrainOptions};
 use crate::error::{Error, Result};
 use crate::hub::is_model_name;
 use crate::model_dir::expect_exists;
-use crate::optim::schedule::LrScheduler;
+use crate::optim::schedule::{LrScheduler, TrainLength};
 
 impl TrainOptions {
     /// Flags of the demo run, which trains the built-in model on the shipped text.
@@ -127,20 +127,16 @@ impl Settings {
         let one_each = self.partial_sums() / self.sequence_ranks.max(1);
         self.gradient_accumulation_steps.map_or(one_each, |steps| steps.saturating_mul(self.groups()))
     }
-
-    /// Steps of warm-up in a run of `max_steps`, as Hugging Face counts them: the ratio rounds up, and steps win over it.
-    pub(crate) fn warmup(&self, max_steps: u64) -> u64 {
-        if self.warmup_steps > 0 { self.warmup_steps } else { (self.warmup_ratio * max_steps as f64).ceil() as u64 }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::config::describe;
-    use crate::config::options::{Injection, Resume, Technique};
+    use crate::config::options::{Resume, Technique};
     use crate::config::settings::KEYS;
     use crate::config::settings::tests::{command_line, flags, sample, sample_options};
+    use crate::faults::Injection;
     use std::path::PathBuf;
 
     fn resolve(args: &[&str]) -> Result<Settings> {
@@ -296,10 +292,14 @@ mod tests {
 
     #[test]
     fn warm_up_is_counted_as_hugging_face_counts_it() {
-        let warmup = |args: &[&str]| resolve(&[args, &["--data=x"]].concat()).unwrap().warmup(250);
+        let warmup = |args: &[&str]| resolve(&[args, &["--data=x"]].concat()).unwrap().schedule().warmup(250);
         assert_eq!((warmup(&[]), warmup(&["--warmup-ratio=0.1"]), warmup(&["--warmup-ratio=0.003"])), (0, 25, 1));
         assert_eq!(warmup(&["--warmup-ratio=0.1", "--warmup-steps=7"]), 7);
-        assert_eq!(resolve(&["--warmup-ratio=0.5"]).unwrap().warmup(300), 150, "the built-in model's ten steps were not asked for");
+        assert_eq!(
+            resolve(&["--warmup-ratio=0.5"]).unwrap().schedule().warmup(300),
+            150,
+            "the built-in model's ten steps were not asked for"
+        );
         assert!(resolve(&["--warmup-ratio=1.5"]).unwrap_err().to_string().contains("0 to 1"));
     }
 

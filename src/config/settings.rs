@@ -10,20 +10,22 @@
 use super::describe;
 use super::options::{
     ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, EarlyRows, EvalStrategy, ExpertProductsChoice, GpuCount, HostMemoryKind,
-    InitChoice, Injection, IsaChoice, MatmulDtype, RankFault, ReplanChoice, ReportTo, ResidentBuckets, Resume, Rollback, RunPart, Strategy,
-    Technique, TokenizerChoice, TrainDtype, TrainLength, Transport, WeightsChoice, one_or_many, some_json, some_scalar,
+    InitChoice, IsaChoice, MatmulDtype, ReplanChoice, ReportTo, ResidentBuckets, Resume, Rollback, Strategy, Technique, TokenizerChoice,
+    TrainDtype, Transport, WeightsChoice, one_or_many, some_json, some_scalar,
 };
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::DataFormat;
 use crate::data::rows::hold_out::EvalSplit;
-use crate::data::rows::row_table::{Overlong, Packing, RowRules};
+use crate::data::rows::row_table::{Overlong, Packing};
 use crate::data::tokenizer::AddBos;
+use crate::faults::{Injection, RankFault};
 use crate::hardware::selected_profile;
 use crate::host::memory_policy::HugePagesChoice;
 use crate::host::resctrl_group::ResctrlGroup;
 use crate::model::activations::LossTile;
 use crate::optim::moments::Moments;
-use crate::optim::schedule::LrScheduler;
+use crate::optim::schedule::{LrScheduler, TrainLength};
+use crate::recipe::part::RunPart;
 use crate::signals::StopSignal;
 use crate::units::Bytes;
 use clap::builder::{PathBufValueParser, StringValueParser, TypedValueParser};
@@ -235,16 +237,6 @@ macro_rules! settings {
         }
 
         impl Settings {
-            /// Whether rows of the data hold several documents, which attention then keeps apart.
-            pub(crate) fn separates_documents(&self) -> bool {
-                self.packing == Packing::Bfd
-            }
-
-            /// How the data becomes rows.
-            pub(crate) fn row_rules(&self) -> RowRules {
-                RowRules { seq_length: self.seq_length, packing: self.packing, overlong: self.overlong }
-            }
-
             /// Takes the value of each given option that has a setting of the same name.
             pub(super) fn take(&mut self, options: TrainOptions) {
                 $(

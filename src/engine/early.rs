@@ -13,7 +13,7 @@ use std::ops::Range;
 impl<D: Kernels> Engine<D> {
     /// The buckets that leave early in this step. There are none without speculation, since only a speculation may lack rows.
     fn early(&self) -> Range<usize> {
-        if self.coordinator.is_speculating() { self.plan.layout.early() } else { 0..0 }
+        if self.coordinator.is_speculating() { self.plan.placement.layout.early() } else { 0..0 }
     }
 
     /// # Panics
@@ -26,7 +26,7 @@ impl<D: Kernels> Engine<D> {
     pub(super) fn head_grads_ready(&mut self, micro_step: usize) -> Result<()> {
         let early = self.early();
         let Some(rows) = self.scratch.rows.as_mut().filter(|_| !early.is_empty()) else { return Ok(()) };
-        let tokens = self.plan.batch * self.plan.seq_length;
+        let tokens = self.plan.recipe.step.micro_batch * self.plan.recipe.step.seq_length;
         rows.collect(&mut self.host, self.memory.batch(&self.plan, micro_step).slice(0, tokens * 4));
         for bucket in early.rev() {
             // A value that a test injects into a gradient must be in the early copy, too.

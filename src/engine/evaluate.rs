@@ -4,10 +4,10 @@ use super::executor::Engine;
 use super::protocol::order::Order;
 use super::step::Pass;
 use super::watch::driver_state::DriverActivity;
-use crate::config::options::FaultPhase;
 use crate::data::rows::batch::Batches;
 use crate::device::{Kernels, Stream};
 use crate::error::Result;
+use crate::faults::FaultPhase;
 use crate::model::MicroStep;
 use crate::model::tensors::Module;
 

@@ -103,9 +103,9 @@ pub struct Engine<D: Kernels> {
 
 pub(super) fn staging(plan: &Plan) -> Staging {
     Staging {
-        ringed_grads: plan.grad_ring.is_some(),
-        grad_slots: plan.grad_slots,
-        param_slots: plan.param_slots,
+        ringed_grads: plan.placement.rings.grads.is_some(),
+        grad_slots: plan.placement.grad_slots,
+        param_slots: plan.placement.param_slots,
         streamed_weights: plan.streams_from_host(),
     }
 }
@@ -132,31 +132,31 @@ impl<D: Kernels> Engine<D> {
         exchange: impl FnOnce(Sides<'_, D>, &Plan) -> Result<Box<dyn Exchange<D>>>,
     ) -> Result<Self> {
         // Declared before the owners of threads, and so dropped after them, also when a call below fails.
-        let mut host = HostMemory::new(plan.host_memory.clone());
+        let mut host = HostMemory::new(plan.site.host_memory.clone());
         let (mut dev, pool) = (dev, pool);
         let exchange = exchange((&mut dev, &mut host), &plan)?;
         let slices = exchange.slices();
         let memory = Memory::new(&plan, slices, (&mut dev, &mut host))?;
         let (scratch, model, flow) = StepScratch::take(&plan, &shape, slices, (&mut dev, &mut host), &memory.bounce_buffer)?;
-        let report = StepResults::new(slices.elems(), plan.partial_sums / slices.ranks(), exchange.sums_on(), &mut dev, &mut host)?;
+        let report = StepResults::new(slices.elems(), plan.recipe.step.shares / slices.ranks(), exchange.sums_on(), &mut dev, &mut host)?;
         let expert_rows = ExpertRows::new(&shape, plan.micro_batches_of_rank(), (&mut dev, &mut host))?;
         model.prepare(&mut dev)?;
         Ok(Self {
-            coordinator: Coordinator::new(plan.layout.clone(), plan.rules, staging(&plan)),
-            transfers: Transfers::new(&mut dev, &plan.layout, plan.param_slots)?,
+            coordinator: Coordinator::new(plan.placement.layout.clone(), plan.protocol.rules, staging(&plan)),
+            transfers: Transfers::new(&mut dev, &plan.placement.layout, plan.placement.param_slots)?,
             settlings_reported: None,
             in_pool: None,
             compute_tail: dev.event()?,
             modules: ModuleEvents::new(&mut dev)?,
             fault_injector: FaultInjector::of(&plan, exchange.slices().rank()),
             exchange,
-            recorder: Recorder::new("driver", plan.trace_spans),
-            steps: StepCounters::new(plan.dtype),
+            recorder: Recorder::new("driver", plan.site.trace_spans),
+            steps: StepCounters::new(plan.recipe.numerics.dtype),
             clip_memory: plan.clip().memory(),
             idle: IdleTimes::new(dev.waited_ns()),
             counters: Counters::default(),
             reported: ReportedAmounts::default(),
-            driver_state: Arc::new(DriverState::new(plan.layout.count(), bell.clone(), pool.heartbeats())),
+            driver_state: Arc::new(DriverState::new(plan.placement.layout.count(), bell.clone(), pool.heartbeats())),
             plan,
             dev,
             pool,
@@ -246,7 +246,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Sets the gradient norm above which steps are clipped, from the next verdict on; 0 turns clipping off.
     pub(crate) fn set_max_grad_norm(&mut self, max_grad_norm: f64) {
-        self.plan.max_grad_norm = max_grad_norm;
+        self.plan.recipe.max_grad_norm = max_grad_norm;
     }
 
     /// Checks that no rank has failed so far.

@@ -9,9 +9,9 @@ use super::step_job::StepJob;
 use super::watch::driver_state::DriverActivity;
 use super::watch::fault_injector::FaultInjector;
 use crate::bucket::slot::Slot;
-use crate::config::options::FaultPhase;
 use crate::device::{Adam, Cast, DeviceSlice, Kernels, Stream};
 use crate::error::Result;
+use crate::faults::FaultPhase;
 use crate::host::pinned::PinnedSlice;
 use crate::host::pool::Job;
 use crate::memory::MemorySpace;
@@ -94,7 +94,7 @@ impl<D: Kernels> Engine<D> {
         let settlings = Some(self.coordinator.settlings());
         let is_news = self.settlings_reported != settlings && self.exchange.is_owing();
         self.settlings_reported = settlings;
-        let buckets = if is_news { self.plan.layout.count() } else { 0 };
+        let buckets = if is_news { self.plan.placement.layout.count() } else { 0 };
         for bucket in (0..buckets).rev() {
             if self.exchange.is_owed(bucket) && self.coordinator.is_settled(bucket) {
                 self.exchange.settle(bucket);

@@ -12,9 +12,9 @@ use super::ranks::rendezvous::{RankMemory, Rendezvous};
 use super::step_job::StepJob;
 use super::watch::driver_state::DriverActivity;
 use crate::bucket::layout::Tier;
-use crate::config::options::FaultPhase;
 use crate::device::{EventId, Kernels, Peers, Sides};
 use crate::error::{Error, Result};
+use crate::faults::FaultPhase;
 use crate::model::shape::ModelShape;
 use crate::optim::clip::ClipMemory;
 use crate::optim::state_array::{StateArrays, StatePart};
@@ -40,11 +40,11 @@ impl<D: Kernels> Engine<D> {
 
     /// By bucket, the event after which this rank's slice of its weights is written.
     pub(super) fn stepped(&self) -> Vec<EventId> {
-        let written_by = |bucket: usize| match self.plan.layout.tier(bucket) {
+        let written_by = |bucket: usize| match self.plan.placement.layout.tier(bucket) {
             Tier::Host => Hop::ParamsIn,
             Tier::Unified | Tier::Device => Hop::StepOnDevice,
         };
-        (0..self.plan.layout.count()).map(|bucket| self.transfers.event(written_by(bucket), bucket)).collect()
+        (0..self.plan.placement.layout.count()).map(|bucket| self.transfers.event(written_by(bucket), bucket)).collect()
     }
 
     fn while_ordering(&mut self, wait: impl FnOnce(&mut dyn Exchange<D>, &mut D) -> Result<()>) -> Result<()> {
@@ -96,12 +96,12 @@ impl<D: Kernels + Peers> Engine<D> {
     /// # Errors
     /// As [`Engine::new`].
     pub(crate) fn mirrored(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>) -> Result<Self> {
-        let transport = match (plan.processes, plan.by_nccl) {
+        let transport = match (plan.site.processes, plan.site.by_nccl) {
             (1, _) => PeerTransport::Memory,
             (_, true) => PeerTransport::Nccl(NcclUniqueId([0; 128])),
             (_, false) => PeerTransport::Images,
         };
-        let progress = ProgressCounters::mirrored(plan.board_sizes(), plan.ranks / plan.processes);
+        let progress = ProgressCounters::mirrored(plan.board_sizes(), plan.site.ranks / plan.site.processes);
         let context = RankContext { progress: Arc::new(progress), rank: 0 };
         let (bell, rendezvous) = (context.progress.bell(0), Arc::new(Rendezvous::new(1)));
         let mut engine = Self::assemble(plan, shape, dev, pool, bell, |(dev, _), plan| {
@@ -182,7 +182,7 @@ impl<D: Kernels + Peers> Engine<D> {
             Order::Init => self.init_state(words[0], words[1].min(THREADS_MAX) as usize),
             Order::Send => self.send_weights(),
             Order::Resume => {
-                let mut loss_scale = LossScale::new(self.plan.dtype);
+                let mut loss_scale = LossScale::new(self.plan.recipe.numerics.dtype);
                 loss_scale.restore(f32::from_bits(words[2] as u32), words[3]);
                 let clip_memory = self.sent_clip_memory(words[5])?;
                 self.resume_own(words[0], words[1], loss_scale, SpeculationHistory::of(words[4]), clip_memory);

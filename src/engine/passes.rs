@@ -2,9 +2,9 @@
 
 use super::executor::Engine;
 use super::watch::driver_state::DriverActivity;
-use crate::config::options::FaultPhase;
 use crate::device::Kernels;
 use crate::error::Result;
+use crate::faults::FaultPhase;
 use crate::model::sequence::{Handover, PassRunner};
 
 /// Runs the engine's passes. While the driver waits for peers, it keeps running the event loop.
@@ -22,7 +22,9 @@ impl<D: Kernels> PassRunner for Engine<D> {
         self.inject(FaultPhase::HandOver)?;
         if handover.is_new() {
             self.exchange.hand_over(&mut self.dev)?;
-            self.wait_for_peers(DriverActivity::HandOver, self.plan.sequence_ranks, |engine| Ok(engine.exchange.is_handed_over()))?;
+            self.wait_for_peers(DriverActivity::HandOver, self.plan.recipe.step.sequence_ranks, |engine| {
+                Ok(engine.exchange.is_handed_over())
+            })?;
         }
         self.exchange.take_over(&mut self.dev, &self.model, (handover, layer))
     }

@@ -8,9 +8,9 @@ use super::protocol::order::Order;
 use super::ranks::exchange::OrderWords;
 use super::ranks::rendezvous::RankMemory;
 use super::watch::driver_state::DriverActivity;
-use crate::config::options::FaultPhase;
 use crate::device::Kernels;
 use crate::error::{Error, Result};
+use crate::faults::FaultPhase;
 use crate::planner::plan::Plan;
 
 impl<D: Kernels> Engine<D> {
@@ -68,7 +68,7 @@ impl<D: Kernels> Engine<D> {
     /// Moves memory to the placement of `plan`, from any state of allocation. After an error the scratch memory is missing.
     fn arrange(&mut self, plan: Plan) -> Result<()> {
         let (exchange, (dev, host), bounce_buffer) = (&mut self.exchange, (&mut self.dev, &mut self.host), &self.memory.bounce_buffer);
-        exchange.rearrange((dev, host), &plan.layout)?;
+        exchange.rearrange((dev, host), &plan.placement.layout)?;
         self.scratch.give_back((dev, host))?;
         let (slices, states) = (exchange.slices(), &mut self.memory.states);
         states.bring_to_host(slices, (dev, host), bounce_buffer)?;
@@ -76,8 +76,8 @@ impl<D: Kernels> Engine<D> {
         exchange.take((dev, host), &plan)?;
         let shape = self.model.shape.clone();
         (self.scratch, self.model, self.flow) = StepScratch::take(&plan, &shape, exchange.slices(), (dev, host), bounce_buffer)?;
-        self.coordinator.rearrange(&plan.layout, staging(&plan));
-        self.transfers.rearrange(dev, &plan.layout, plan.param_slots)?;
+        self.coordinator.rearrange(&plan.placement.layout, staging(&plan));
+        self.transfers.rearrange(dev, &plan.placement.layout, plan.placement.param_slots)?;
         self.plan = plan;
         Ok(())
     }

@@ -7,11 +7,11 @@ use super::ranks::exchange::OrderWords;
 use super::step::Pass;
 use super::watch::driver_state::DriverActivity;
 use crate::bucket::slices::Slices;
-use crate::config::options::FaultPhase;
 use crate::data::rows::batch::Batches;
 use crate::device::{Cast, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::faults::FaultPhase;
 use crate::model::tensors::Module;
 use crate::optim::CHUNK_BYTES;
 use crate::optim::moments::{Rounding, rounding_key};
@@ -177,7 +177,8 @@ impl<D: Kernels> Engine<D> {
                 self.dev.launch(Cast { stream: Stream::Compute, src, dst })?;
             }
         }
-        (self.plan.layout.offloaded()..self.plan.layout.count()).try_for_each(|bucket| self.issue(Hop::StepOnDevice, bucket, None))?;
+        (self.plan.placement.layout.offloaded()..self.plan.placement.layout.count())
+            .try_for_each(|bucket| self.issue(Hop::StepOnDevice, bucket, None))?;
         self.coordinator.restore();
         self.run_commands()?;
         self.next_version();
@@ -216,8 +217,8 @@ impl<D: Kernels> Engine<D> {
     /// Errors of the device and of `batches`.
     pub fn logits(&mut self, batches: &mut impl Batches) -> Result<Vec<f32>> {
         self.wait_for_all_params()?;
-        let elems = self.plan.batch * self.plan.seq_length * self.model.shape.vocab;
-        let out = self.dev.alloc("logits", elems, self.plan.dtype)?;
+        let elems = self.plan.recipe.step.micro_batch * self.plan.recipe.step.seq_length * self.model.shape.vocab;
+        let out = self.dev.alloc("logits", elems, self.plan.recipe.numerics.dtype)?;
         let wide = self.dev.alloc("logits fp32", elems, Dtype::Float32)?;
         self.read_batch(0, 0, batches)?;
         self.upload_batch(0)?;

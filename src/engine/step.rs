@@ -9,16 +9,17 @@ use super::protocol::route::Hop;
 use super::protocol::verdict::Verdict;
 use super::ranks::exchange::Exchange;
 use super::watch::driver_state::{DriverActivity, DriverEvent};
-use crate::config::options::FaultPhase;
 use crate::data::rows::batch::{self, Batch, Batches};
 use crate::device::{Kernels, Stream, Zero};
 use crate::error::{Error, Result};
+use crate::faults::FaultPhase;
 use crate::model::MicroStep;
 use crate::model::tensors::Module;
 use crate::optim::optimizer::Update;
 use crate::planner::plan::Plan;
 use crate::ranks::RANKS_MAX;
 use crate::ranks::progress::StepOutcome;
+use crate::recipe::StepShape;
 use crate::trace::STEP_SPAN;
 use crate::units::NormSq;
 use std::sync::Arc;
@@ -59,7 +60,7 @@ impl<D: Kernels> Engine<D> {
     pub(crate) fn read_micro_batches(&mut self, batches: &mut impl Batches) -> Result<usize> {
         self.await_done()?;
         self.driver_state.set_activity(DriverActivity::Data, 0);
-        let targets: Result<usize> = (0..self.plan.grad_accum_steps).map(|micro_batch| self.deal(micro_batch, batches)).sum();
+        let targets: Result<usize> = (0..self.plan.recipe.step.micro_batches).map(|micro_batch| self.deal(micro_batch, batches)).sum();
         self.driver_state.set_activity(DriverActivity::Else, 0);
         targets
     }
@@ -67,11 +68,11 @@ impl<D: Kernels> Engine<D> {
     /// Reads micro-batch `micro_batch` of a step and passes it to the ranks that compute it; returns its counted targets.
     fn deal(&mut self, micro_batch: usize, batches: &mut impl Batches) -> Result<usize> {
         match self.exchange.place(micro_batch) {
-            Some(place) if self.plan.sequence_ranks == 1 => self.read_batch(place, micro_batch, batches),
+            Some(place) if self.plan.recipe.step.sequence_ranks == 1 => self.read_batch(place, micro_batch, batches),
             _ => {
                 let mut word_buffer = self.exchange.word_buffer();
                 let targets = fill(&self.plan, self.model.shape.vocab, &mut word_buffer, batches);
-                for rank in 0..self.plan.sequence_ranks {
+                for rank in 0..self.plan.recipe.step.sequence_ranks {
                     self.deal_part(micro_batch, rank, &word_buffer);
                 }
                 self.exchange.return_word_buffer(word_buffer);
@@ -82,7 +83,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Passes the part of micro-batch `micro_batch` (`whole`) that belongs to the `rank`-th rank of a sequence group to that rank.
     fn deal_part(&mut self, micro_batch: usize, rank: usize, whole: &[i32]) {
-        let Plan { batch, seq_length, sequence_ranks: ranks, .. } = self.plan;
+        let StepShape { micro_batch: batch, seq_length, sequence_ranks: ranks, .. } = self.plan.recipe.step;
         let (part, mut words) = (micro_batch * ranks + rank, batch::parts(whole, (batch * seq_length, seq_length), (rank, ranks)));
         let Some(place) = self.exchange.place(part) else { return self.exchange.send_part(part, &mut words) };
         let mut memory = self.host.lend_mut(self.memory.batch(&self.plan, place));
@@ -107,7 +108,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Runs the step of the data that was read last.
     pub(crate) fn run_step(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
-        self.lead(Order::Step, [learning_rate.to_bits(), data.targets as u64, self.plan.max_grad_norm.to_bits(), 0, 0, 0])?;
+        self.lead(Order::Step, [learning_rate.to_bits(), data.targets as u64, self.plan.recipe.max_grad_norm.to_bits(), 0, 0, 0])?;
         self.driver_state.set_activity(DriverActivity::Enqueuing, 0);
         let start = self.dev.now_ns();
         let stepped = self.pass_and_validate(learning_rate, data);
@@ -121,7 +122,7 @@ impl<D: Kernels> Engine<D> {
         self.idle.reset();
         let inv_targets = 1.0 / data.targets as f32;
         // The loss is a mean over micro-batches, each of which balances its own experts.
-        let balance = (self.plan.router_aux_loss_coef / self.plan.grad_accum_steps as f64) as f32;
+        let balance = (self.plan.recipe.router_aux_loss_coef / self.plan.recipe.step.micro_batches as f64) as f32;
         let layers = self.model.shape.layers.len();
         let per_partial_sum = self.plan.micro_batches_per_partial_sum();
         // Micro-batches of this rank: one share a round.
@@ -139,7 +140,7 @@ impl<D: Kernels> Engine<D> {
                 self.begin_validation(learning_rate)?;
             }
             if first && micro_step > 0 {
-                self.wait_for_sums(self.plan.layout.count() - 1)?;
+                self.wait_for_sums(self.plan.placement.layout.count() - 1)?;
             }
             let micro = MicroStep { first, inv_targets, loss_scale: self.steps.loss_scale().scale(), balance };
             self.wait_for_ring(Module::Head, whole)?;
@@ -235,7 +236,7 @@ impl<D: Kernels> Engine<D> {
             if flow.has(module) {
                 continue;
             }
-            let mut buckets = self.plan.layout.overlapping(flow.streamed(module));
+            let mut buckets = self.plan.placement.layout.overlapping(flow.streamed(module));
             if !is_full && flow.has_capacity(module) && buckets.all(|bucket| self.coordinator.is_settled(bucket)) {
                 self.fetch_weights(module)?;
                 continue;
@@ -254,12 +255,12 @@ impl<D: Kernels> Engine<D> {
     /// bucket's weights after its gradient has arrived, which is after the last module of the step that uses them.
     fn fetch_weights(&mut self, module: usize) -> Result<()> {
         let streamed = self.flow.as_ref().map_or(0..0, |flow| flow.streamed(module));
-        let buckets = self.plan.layout.overlapping(streamed.clone());
+        let buckets = self.plan.placement.layout.overlapping(streamed.clone());
         buckets.clone().rev().try_for_each(|bucket| self.wait_until_final(bucket))?;
         if !self.flow.as_ref().map_or(Ok(false), |flow| flow.make_way(&mut self.dev, module))? {
             return Ok(());
         }
-        if self.plan.fully_sharded {
+        if self.plan.placement.rings.fully_sharded {
             self.await_fetch(buckets.start, |exchange, dev| exchange.bring(dev, &streamed))?;
             self.await_fetch(buckets.start, |exchange, dev| exchange.is_brought(dev, &streamed))?;
         }
@@ -289,21 +290,23 @@ impl<D: Kernels> Engine<D> {
 
     /// Whether share `round` of this rank is the last of a step.
     fn is_last(&self, round: usize) -> bool {
-        (round + 1) * self.exchange.slices().ranks() == self.plan.partial_sums
+        (round + 1) * self.exchange.slices().ranks() == self.plan.recipe.step.shares
     }
 
     /// In a ring of gradients, waits until the gradients that `module` overwrites are summed, and in the last round also copied.
     fn wait_for_ring(&mut self, module: Module, round: Option<usize>) -> Result<()> {
-        let Some(ring) = self.plan.grad_ring else { return if self.plan.streams_from_host() { self.zero_padding(module) } else { Ok(()) } };
+        let Some(ring) = self.plan.placement.rings.grads else {
+            return if self.plan.streams_from_host() { self.zero_padding(module) } else { Ok(()) };
+        };
         let range = self.model.table.module_range(module);
         let end = range.end.min(ring.ringed_elems).saturating_sub(ring.period_elems);
         let before = range.start.saturating_sub(ring.period_elems)..end;
-        let buckets = self.plan.layout.overlapping(before);
-        let sums_wait = self.plan.sums_on_host || self.exchange.slices().ranks() > 1;
+        let buckets = self.plan.placement.layout.overlapping(before);
+        let sums_wait = self.plan.placement.rings.sums_on_host || self.exchange.slices().ranks() > 1;
         if let Some(last) = buckets.clone().last().filter(|_| sums_wait) {
             self.wait_for_sums(last)?;
         }
-        let copied = if round.is_some_and(|round| self.is_last(round)) { self.plan.layout.offloaded() } else { 0 };
+        let copied = if round.is_some_and(|round| self.is_last(round)) { self.plan.placement.layout.offloaded() } else { 0 };
         for bucket in buckets.start..buckets.end.min(copied) {
             self.wait_until_copied(bucket)?;
             self.dev.wait(Stream::Compute, self.transfers.event(Hop::GradsOut, bucket))?;
@@ -320,9 +323,9 @@ impl<D: Kernels> Engine<D> {
 
     pub(super) fn upload_batch(&mut self, micro_step: usize) -> Result<()> {
         let inputs = self.memory.batch(&self.plan, micro_step);
-        if self.plan.separates_documents {
-            let starts = batch::documents(self.host.lend(inputs), self.plan.batch * self.plan.seq_length);
-            self.dev.set_documents(starts, self.plan.seq_length)?;
+        if self.plan.recipe.separates_documents() {
+            let starts = batch::documents(self.host.lend(inputs), self.plan.recipe.step.micro_batch * self.plan.recipe.step.seq_length);
+            self.dev.set_documents(starts, self.plan.recipe.step.seq_length)?;
         }
         self.dev.copy_h2d(Stream::Compute, inputs, self.model.activations.inputs)
     }
@@ -341,7 +344,7 @@ impl<D: Kernels> Engine<D> {
     fn grads_written(&mut self, module: Module, whole: Option<usize>) -> Result<()> {
         if let Some(partial_sum) = whole {
             let range = self.model.table.module_range(module);
-            let layout = &self.plan.layout;
+            let layout = &self.plan.placement.layout;
             let end = if module == Module::Embed { layout.flat_elems() } else { range.end };
             let before = layout.complete(range.start);
             (before..layout.complete(end)).try_for_each(|bucket| self.bucket_written(bucket, partial_sum))?;
@@ -369,7 +372,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Writes injected values over the gradient of a bucket, if a test has any.
     pub(super) fn spoil(&mut self, bucket: usize, round: usize) -> Result<()> {
-        let (range, slices) = (self.plan.layout.range(bucket), self.exchange.slices());
+        let (range, slices) = (self.plan.placement.layout.range(bucket), self.exchange.slices());
         let partial_sum = round * slices.ranks() + slices.rank();
         let Some(fault_injector) = &self.fault_injector else { return Ok(()) };
         fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.steps.current(), partial_sum)
@@ -418,7 +421,7 @@ impl<D: Kernels> Engine<D> {
         self.steps.advance(skipped);
         self.run_commands()?;
         self.next_version();
-        if self.plan.barrier {
+        if self.plan.protocol.barrier {
             self.wait_for_all_params()?;
         }
         self.counters.adam_busy_ns = self.pool.busy_ns();
@@ -458,18 +461,18 @@ impl<D: Kernels> Engine<D> {
 
     /// Makes the compute stream wait for the parameters of `module`.
     pub(super) fn wait_for_params(&mut self, module: Module) -> Result<()> {
-        let buckets = self.plan.layout.overlapping(self.model.table.module_range(module));
+        let buckets = self.plan.placement.layout.overlapping(self.model.table.module_range(module));
         buckets.rev().try_for_each(|bucket| self.wait_for_bucket(bucket))
     }
 
     pub(super) fn wait_for_all_params(&mut self) -> Result<()> {
-        (0..self.plan.layout.count()).rev().try_for_each(|bucket| self.wait_for_bucket(bucket))
+        (0..self.plan.placement.layout.count()).rev().try_for_each(|bucket| self.wait_for_bucket(bucket))
     }
 
     fn wait_for_bucket(&mut self, bucket: usize) -> Result<()> {
         self.wait_until_final(bucket)?;
         self.dev.wait(Stream::Compute, self.transfers.event(Hop::ParamsIn, bucket))?;
-        if self.plan.layout.early().contains(&bucket) {
+        if self.plan.placement.layout.early().contains(&bucket) {
             self.dev.wait(Stream::Compute, self.transfers.event(Hop::RowsIn, bucket))?;
         }
         self.exchange.arrive(&mut self.dev, bucket)
@@ -492,7 +495,7 @@ impl<D: Kernels> Engine<D> {
 
 /// Fills `memory` with a micro-batch. Returns its counted targets, or a description of invalid data.
 fn fill(plan: &Plan, vocab: usize, memory: &mut [i32], batches: &mut impl Batches) -> Result<std::result::Result<usize, String>> {
-    let mut batch = Batch::new(memory, plan.seq_length, plan.separates_documents);
+    let mut batch = Batch::new(memory, plan.recipe.step.seq_length, plan.recipe.separates_documents());
     batches.fill(&mut batch)?;
     Ok(batch.count_targets(vocab))
 }

@@ -20,7 +20,7 @@ const NAME_BYTES_MAX: usize = 15;
 
 /// CPUs for the threads of a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Placement {
+pub struct CpuPlacement {
     /// CPUs without a worker, for all other threads: the driver, the loader, interrupts. Empty when the workers need all CPUs.
     pub others: CpuList,
     /// One CPU for each worker, ascending, so that neighbouring workers share caches.
@@ -40,7 +40,7 @@ pub fn workers_beside_others(cpus: usize) -> usize {
     cpus.saturating_sub(cpus_for_others(cpus)).max(1)
 }
 
-impl Placement {
+impl CpuPlacement {
     /// CPUs for `workers` optimizer workers on this machine. `None` when there are more workers than CPUs, when a CPU quota shows that
     /// other processes share the CPUs, or when the system does not allow pinning; nothing should be pinned then.
     pub fn on(topology: &Topology, workers: usize) -> Option<Self> {
@@ -207,7 +207,7 @@ mod tests {
     }
 
     fn choose(cpus: &[Cpu], allowed: &str, workers: usize) -> Option<(Option<usize>, Vec<usize>)> {
-        let placement = Placement::choose(cpus, &CpuList::parse(allowed).unwrap(), &CpuList::default(), workers)?;
+        let placement = CpuPlacement::choose(cpus, &CpuList::parse(allowed).unwrap(), &CpuList::default(), workers)?;
         Some((placement.others.first(), placement.workers))
     }
 
@@ -249,8 +249,8 @@ mod tests {
     fn a_tenth_of_many_cpus_is_kept_free_with_those_that_serve_interrupts() {
         let all = CpuList::from_iter(0..72);
         let choose =
-            |interrupts: &str| Placement::choose(&[], &all, &CpuList::parse(interrupts).unwrap(), workers_beside_others(72)).unwrap();
-        assert_eq!(choose(""), Placement { others: CpuList::from_iter(0..7), workers: (7..72).collect() });
+            |interrupts: &str| CpuPlacement::choose(&[], &all, &CpuList::parse(interrupts).unwrap(), workers_beside_others(72)).unwrap();
+        assert_eq!(choose(""), CpuPlacement { others: CpuList::from_iter(0..7), workers: (7..72).collect() });
         assert_eq!(choose("40-41,90").others, CpuList::parse("0-4,40-41").unwrap());
         assert_eq!([16, 2, 1].map(workers_beside_others), [15, 1, 1]);
     }
@@ -258,9 +258,9 @@ mod tests {
     #[test]
     fn a_quota_means_that_nothing_is_pinned() {
         let mut topology = Topology::read(two_sockets().path(), Process::default());
-        assert_eq!(Placement::on(&topology, 6).unwrap().workers.len(), 6);
+        assert_eq!(CpuPlacement::on(&topology, 6).unwrap().workers.len(), 6);
         topology.cgroup.cpu_quota = Some(Limit { value: 6.0, file: "cpu.max".into() });
-        assert_eq!(Placement::on(&topology, 6), None);
+        assert_eq!(CpuPlacement::on(&topology, 6), None);
     }
 
     #[test]
@@ -317,10 +317,10 @@ mod tests {
     fn a_thread_keeps_off_the_workers_only_if_several_cpus_remain() {
         let (result, after, _) = in_thread(|allowed| {
             let lowest = CpuList::from_iter([allowed.as_slice()[0]]);
-            Placement { others: lowest, workers: vec![1] }.keep_off_workers("driver").map(|()| allowed.clone())
+            CpuPlacement { others: lowest, workers: vec![1] }.keep_off_workers("driver").map(|()| allowed.clone())
         });
         assert_eq!(result.unwrap(), after);
-        let nowhere = Placement { others: CpuList::from_iter([1022, 1023]), workers: vec![0] };
+        let nowhere = CpuPlacement { others: CpuList::from_iter([1022, 1023]), workers: vec![0] };
         assert!(in_thread(|_| nowhere.keep_off_workers("driver")).0.is_err());
     }
 

@@ -1,6 +1,6 @@
 //! Measurement of the pool's wake-up latency.
 
-use super::affinity::{Placement, name_and_pin};
+use super::affinity::{CpuPlacement, name_and_pin};
 use super::doorbell::Doorbell;
 use super::pool::{Call, Threads};
 use super::worker_nodes::WorkerNodes;
@@ -40,7 +40,7 @@ impl WakeUp {
     ///
     /// # Errors
     /// `Resource` when a thread cannot be started or placed.
-    pub fn measure(workers: usize, placement: Option<Placement>) -> Result<Self> {
+    pub fn measure(workers: usize, placement: Option<CpuPlacement>) -> Result<Self> {
         let bell = Arc::new(Doorbell::default());
         let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin("wake", worker, place.workers[worker]));
         let mut pool = Threads::start(workers, WorkerNodes::default(), bell.clone(), 0, on_start)?;

@@ -5,7 +5,6 @@ use super::process_info::{HostResources, ProcessInfo};
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::{CastSide, ExpertProductsChoice, Technique, Transport};
 use crate::config::settings::Settings;
-use crate::data::checksum::hex;
 use crate::data::rows::row_table::Packing;
 use crate::device::Kernels;
 use crate::disk;
@@ -23,7 +22,6 @@ use crate::ranks::run_token::{RunToken, TOKEN_VARIABLE};
 use crate::signals::StopFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use sha2::{Digest, Sha256};
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
@@ -144,8 +142,8 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// `Format` if the proposal cannot be serialized.
-    pub(crate) fn propose(&self, (plan, shape): (&Plan, &ModelShape), settings: &Settings, meeting_place: String) -> Result<()> {
-        let proposal = serde_json::to_string(&Proposal::new(plan, shape, settings, meeting_place));
+    pub(crate) fn propose(&self, plan: &Plan, settings: &Settings, meeting_place: String) -> Result<()> {
+        let proposal = serde_json::to_string(&Proposal::new(plan, settings, meeting_place));
         self.links.propose(&proposal.map_err(|e| Error::format("the proposal", e))?);
         Ok(())
     }
@@ -168,13 +166,13 @@ impl ProcessGroup {
         proposed.check().map_err(|e| Error::format("the proposal of process 0", e))?;
         let (launch, settings) = self.launcher(&proposed)?;
         let plan = launch.plan(&settings, shape, false)?;
-        expect_alike(&self.links, &proposal.facts, &facts(&plan, shape))?;
+        expect_alike(&self.links, &proposal.facts, &facts(&plan))?;
         Ok(Ok((launch, plan, proposal)))
     }
 }
 
 impl Proposal {
-    fn new(plan: &Plan, shape: &ModelShape, settings: &Settings, meeting_place: String) -> Self {
+    fn new(plan: &Plan, settings: &Settings, meeting_place: String) -> Self {
         let fixed = plan.fixed(settings);
         Self {
             per_device_train_batch_size: fixed.per_device_train_batch_size,
@@ -187,7 +185,7 @@ impl Proposal {
             without: fixed.without,
             loss_tile: fixed.loss_tile,
             expert_products: fixed.expert_products,
-            facts: facts(plan, shape),
+            facts: facts(plan),
             meeting_place,
         }
     }
@@ -211,40 +209,14 @@ impl Proposal {
 }
 
 /// Facts on which result bits, or the sizes of transferred slices, depend.
-fn facts(plan: &Plan, shape: &ModelShape) -> Vec<(String, String)> {
-    let Plan {
-        dtype,
-        link_dtype,
-        moments,
-        rules,
-        layout,
-        batch,
-        seq_length,
-        grad_accum_steps,
-        partial_sums,
-        gradient_group,
-        ranks,
-        loss_tile,
-        hyper,
-        ..
-    } = plan;
-    let model = hex(Sha256::digest(format!("{shape:?}")));
-    let facts = [
-        ("model", model[..16].to_string()),
-        ("buckets", cut(layout)),
-        ("devices", ranks.to_string()),
-        ("gradient shares", format!("{partial_sums} of {grad_accum_steps} micro-batches, in groups of {gradient_group}")),
-        ("micro-batch", format!("{batch} x {seq_length}")),
-        ("rows with several documents", plan.separates_documents.to_string()),
-        ("loss tile", format!("{} x {}", loss_tile.rows, loss_tile.vocab)),
-        ("formats", format!("{dtype}, {link_dtype} on the link, moments in {moments}")),
-        ("rules of the step", format!("{rules:?}")),
-        ("AdamW", format!("{hyper:?}")),
-        ("attention", format!("{:?}", plan.attention)),
-        ("products of experts", format!("{:?}", plan.expert_products)),
-        ("router loss", plan.router_aux_loss_coef.to_string()),
+fn facts(plan: &Plan) -> Vec<(String, String)> {
+    let of_plan = [
+        ("buckets", cut(&plan.placement.layout)),
+        ("devices", plan.site.ranks.to_string()),
+        ("format on the link", plan.protocol.link_dtype.to_string()),
+        ("rules of the step", format!("{:?}", plan.protocol.rules)),
     ];
-    facts.map(|(name, value)| (name.to_string(), value)).to_vec()
+    plan.recipe.facts().into_iter().chain(of_plan).map(|(name, value)| (name.to_string(), value)).collect()
 }
 
 fn cut(layout: &BucketLayout) -> String {
@@ -350,7 +322,7 @@ mod tests {
         {
             let settings = Settings { expert_products: requested, ..Settings::demo() };
             let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
-            let sent = serde_json::to_string(&Proposal::new(&plan, &shape, &settings, String::new())).unwrap();
+            let sent = serde_json::to_string(&Proposal::new(&plan, &settings, String::new())).unwrap();
             let proposal: Proposal = serde_json::from_str(&sent).unwrap();
             assert_eq!(proposal.over(&Settings::demo()).expert_products, wanted);
         }

@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::hardware::topology::Topology;
-use crate::host::affinity::Placement;
+use crate::host::affinity::CpuPlacement;
 use crate::planner::plan::Plan;
 
 /// Difference between the random seeds of two successive ranks.
@@ -14,7 +14,7 @@ pub(crate) struct CpuSlice {
     /// The plan, adapted to the rank.
     pub plan: Plan,
     /// A CPU for each of the rank's optimizer threads, if the rank has enough CPUs of its own.
-    pub placement: Option<Placement>,
+    pub placement: Option<CpuPlacement>,
 }
 
 impl CpuSlice {
@@ -42,18 +42,15 @@ pub(crate) fn of(plan: &Plan, topology: &Topology, gpu_nodes: &[Option<usize>]) 
 fn slice_of(plan: &Plan, machine: &Topology, own: Option<Topology>, (place, ranks): (usize, usize)) -> CpuSlice {
     let cpus = |topology: &Topology| topology.usable_cpus().map_or(0, |usable| usable.affinity.len());
     let (part, whole) = own.as_ref().map_or((1, ranks), |own| (cpus(own), cpus(machine)));
-    let threads = (plan.threads * part / whole).max(1);
-    let placement = own.as_ref().filter(|_| plan.techniques.mpam).and_then(|own| Placement::on(own, threads));
+    let threads = (plan.site.threads * part / whole).max(1);
+    let placement = own.as_ref().filter(|_| plan.protocol.techniques.mpam).and_then(|own| CpuPlacement::on(own, threads));
     let workers = placement.as_ref().map_or(&[][..], |placement| &placement.workers);
     // A plan whose host memory is not touched in advance does not bind it to NUMA nodes either.
-    let is_bound = !plan.host_memory.touchers.is_empty();
-    let host_memory = own.filter(|_| is_bound).map(|own| plan.host_memory.within(&own, workers, threads));
-    let plan = Plan {
-        threads,
-        adversary: plan.adversary.map(|seed| seed.wrapping_add(place as u64 * SEED_STEP)),
-        host_memory: host_memory.unwrap_or_else(|| plan.host_memory.clone()),
-        ..plan.clone()
-    };
+    let is_bound = !plan.site.host_memory.touchers.is_empty();
+    let host_memory = own.filter(|_| is_bound).map(|own| plan.site.host_memory.within(&own, workers, threads));
+    let mut plan = plan.clone().with_host_memory(host_memory.unwrap_or_else(|| plan.site.host_memory.clone()));
+    plan.site.threads = threads;
+    plan.site.adversary = plan.site.adversary.map(|seed| seed.wrapping_add(place as u64 * SEED_STEP));
     CpuSlice { plan, placement }
 }
 
@@ -72,7 +69,7 @@ mod tests {
         let settings = Settings { gpus: ranks, threads: Some(threads), ..Settings::demo() };
         let plan = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(7), false).unwrap();
         let host_memory = MemoryPolicy::new(topology, HugePagesChoice::Off, &[], threads).unwrap();
-        Plan { host_memory, ..plan }
+        plan.with_host_memory(host_memory)
     }
 
     #[test]
@@ -80,8 +77,11 @@ mod tests {
         let topology = Topology::read(two_sockets().path(), Process::default());
         let cpu_slices = of(&plan(2, 5, &topology), &topology, &[Some(1), Some(0)]);
         let of_each = |of: &dyn Fn(&CpuSlice) -> Vec<usize>| cpu_slices.iter().map(of).collect::<Vec<_>>();
-        assert_eq!(of_each(&|cpu_slice| cpu_slice.plan.host_memory.nodes.clone()), [[1], [0]]);
-        assert_eq!(of_each(&|cpu_slice| vec![cpu_slice.plan.threads, cpu_slice.plan.host_memory.touchers.len()]), [[2, 2], [2, 2]]);
+        assert_eq!(of_each(&|cpu_slice| cpu_slice.plan.site.host_memory.nodes.clone()), [[1], [0]]);
+        assert_eq!(
+            of_each(&|cpu_slice| vec![cpu_slice.plan.site.threads, cpu_slice.plan.site.host_memory.touchers.len()]),
+            [[2, 2], [2, 2]]
+        );
         if cfg!(feature = "mpam") {
             assert_eq!(of_each(&|cpu_slice| cpu_slice.placement.as_ref().unwrap().workers.clone()), [[3, 6], [1, 4]]);
             assert_eq!(of_each(&|cpu_slice| cpu_slice.placement.as_ref().unwrap().others.as_slice().to_vec()), [vec![2], vec![0, 5]]);
@@ -93,8 +93,8 @@ mod tests {
         let topology = Topology::read(two_sockets().path(), Process::default());
         let plan = plan(8, 7, &topology);
         let cpu_slices = of(&plan, &topology, &[None; 8]);
-        assert!(cpu_slices.iter().all(|cpu_slice| cpu_slice.placement.is_none() && cpu_slice.plan.threads == 1));
-        assert!(cpu_slices.iter().all(|cpu_slice| cpu_slice.plan.host_memory == plan.host_memory));
+        assert!(cpu_slices.iter().all(|cpu_slice| cpu_slice.placement.is_none() && cpu_slice.plan.site.threads == 1));
+        assert!(cpu_slices.iter().all(|cpu_slice| cpu_slice.plan.site.host_memory == plan.site.host_memory));
     }
 
     #[test]
@@ -102,7 +102,7 @@ mod tests {
         let topology = Topology::read(two_sockets().path(), Process::default());
         let plan = plan(1, 6, &topology);
         let [cpu_slice] = &of(&plan, &topology, &[None])[..] else { panic!("one") };
-        assert_eq!(cpu_slice.plan.threads, 6);
-        assert_eq!(cpu_slice.placement, Placement::on(&topology, 6).filter(|_| plan.techniques.mpam));
+        assert_eq!(cpu_slice.plan.site.threads, 6);
+        assert_eq!(cpu_slice.placement, CpuPlacement::on(&topology, 6).filter(|_| plan.protocol.techniques.mpam));
     }
 }

@@ -15,7 +15,7 @@ use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::error::Result;
 use crate::hardware::topology::Topology;
-use crate::host::affinity::{Placement, name_and_pin, pinning_refusal};
+use crate::host::affinity::{CpuPlacement, name_and_pin, pinning_refusal};
 use crate::host::doorbell::Doorbell;
 use crate::host::memory_policy::MemoryPolicy;
 #[cfg(feature = "mpam")]
@@ -83,7 +83,7 @@ impl Launcher {
     pub(crate) fn plan(&self, settings: &Settings, shape: &ModelShape, trace: bool) -> Result<Plan> {
         let plan = best_plan(settings, shape, &self.machine_for(settings, shape), trace)?;
         let host_memory = host_memory(settings, &plan, &self.topology)?;
-        Ok(Plan { host_memory, ..plan })
+        Ok(plan.with_host_memory(host_memory))
     }
 
     /// The machine for the planner. For a mixture-of-experts model on a GPU, includes whether cuBLASLt supports grouped layouts; other
@@ -137,10 +137,10 @@ pub fn cpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Resul
 /// # Errors
 /// `Resource` if memory or threads are not available; errors of `user`; `Rank` if another rank has failed.
 pub fn on_cpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topology, user: U) -> Result<U::Output> {
-    if plan.ranks == 1 {
+    if plan.site.ranks == 1 {
         return user.run(cpu_engine(plan, shape, topology)?);
     }
-    let cpu_slices = cpu_slice::of(plan, topology, &vec![None; plan.ranks]);
+    let cpu_slices = cpu_slice::of(plan, topology, &vec![None; plan.site.ranks]);
     let make = |cpu_slice: &CpuSlice, bell: &Arc<Doorbell>, _| Ok((cpu_device(&cpu_slice.plan, bell)?, cpu_pool(cpu_slice, bell)?));
     ranks::run(
         LocalRanks::of_this_process(plan),
@@ -154,13 +154,17 @@ pub fn on_cpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
 
 /// Creates the CPU device of `plan`.
 pub(crate) fn cpu_device(plan: &Plan, bell: &Arc<Doorbell>) -> Result<CpuDevice> {
-    let schedule = plan.adversary.map_or(StreamOrder::Threads, |seed| StreamOrder::Adversary { seed });
-    open::cpu(plan.threads, schedule, bell.clone(), plan.trace_spans)
+    let schedule = plan.site.adversary.map_or(StreamOrder::Threads, |seed| StreamOrder::Adversary { seed });
+    open::cpu(plan.site.threads, schedule, bell.clone(), plan.site.trace_spans)
 }
 
 /// Creates the pool that runs the optimizer's jobs beside a CPU device.
 pub(crate) fn cpu_pool(cpu_slice: &CpuSlice, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
-    if cpu_slice.plan.adversary.is_some() { Ok(Pool::stepped(cpu_slice.plan.trace_spans)) } else { worker_threads(cpu_slice, bell) }
+    if cpu_slice.plan.site.adversary.is_some() {
+        Ok(Pool::stepped(cpu_slice.plan.site.trace_spans))
+    } else {
+        worker_threads(cpu_slice, bell)
+    }
 }
 
 /// Creates the engine on this machine's first GPU. `portable` selects kernels that run on every GPU since Ampere.
@@ -180,10 +184,10 @@ pub fn gpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology, portable
 /// Errors of [`gpu_engine`]; `Usage` if there are fewer GPUs; `Unsupported` if their models differ; those of `user`; `Rank` if another rank
 /// has failed.
 pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topology, portable: bool, user: U) -> Result<U::Output> {
-    if plan.ranks == 1 {
+    if plan.site.ranks == 1 {
         return user.run(gpu_engine(plan, shape, topology, portable)?);
     }
-    let cpu_slices = cpu_slice::of(plan, topology, &gpu::gpu_nodes(&gpu::first(gpu::visible()?, plan.ranks)?, topology));
+    let cpu_slices = cpu_slice::of(plan, topology, &gpu::gpu_nodes(&gpu::first(gpu::visible()?, plan.site.ranks)?, topology));
     let make = |cpu_slice: &CpuSlice, bell: &Arc<Doorbell>, rank| {
         Ok((gpu_device(&cpu_slice.plan, rank, portable)?, worker_threads(cpu_slice, bell)?))
     };
@@ -193,15 +197,15 @@ pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
 
 /// Opens the visible GPU `ordinal`.
 pub(super) fn gpu_device(plan: &Plan, ordinal: usize, portable: bool) -> Result<GpuDevice> {
-    let engines = Engines { attention: plan.attention, expert_products: plan.expert_products };
-    gpu::open(ordinal, plan.cuda_libraries.clone(), engines, plan.trace_spans, portable)
+    let engines = Engines { attention: plan.recipe.numerics.attention, expert_products: plan.recipe.numerics.experts };
+    gpu::open(ordinal, plan.site.cuda_libraries.clone(), engines, plan.site.trace_spans, portable)
 }
 
 /// Moves the optimizer's threads into their resctrl partition. Returns a description of the partition; `warn` receives the reason of a
 /// failure.
 #[cfg(feature = "mpam")]
 fn join_partition(settings: &Settings, plan: &Plan, warn: impl FnOnce(&str)) -> String {
-    if !plan.techniques.mpam {
+    if !plan.protocol.techniques.mpam {
         return "off".into();
     }
     partition::join_optimizer(&settings.resctrl_group, Path::new(superoffload_resctrl::DEFAULT_ROOT)).unwrap_or_else(|error| {
@@ -221,14 +225,16 @@ fn join_partition(_: &Settings, _: &Plan, _: impl FnOnce(&str)) -> String {
 /// # Errors
 /// `Resource` if `--huge-pages explicit` is not possible.
 fn host_memory(settings: &Settings, plan: &Plan, topology: &Topology) -> Result<MemoryPolicy> {
-    let workers = Some(topology).filter(|_| plan.techniques.mpam).and_then(|topology| Placement::on(topology, plan.threads));
+    let workers =
+        Some(topology).filter(|_| plan.protocol.techniques.mpam).and_then(|topology| CpuPlacement::on(topology, plan.site.threads));
     let workers = workers.map_or_else(Vec::new, |placement| placement.workers);
-    MemoryPolicy::new(topology, settings.huge_pages, &workers, plan.threads)
+    MemoryPolicy::new(topology, settings.huge_pages, &workers, plan.site.threads)
 }
 
 pub(super) fn worker_threads(CpuSlice { plan, placement }: &CpuSlice, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
     let placement = placement.clone();
-    let pin = |place: &Placement, worker: usize| name_and_pin(WORKER_ROLE, worker, place.workers[worker]);
+    let pin = |place: &CpuPlacement, worker: usize| name_and_pin(WORKER_ROLE, worker, place.workers[worker]);
     let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| pin(place, worker));
-    Threads::start(plan.threads, plan.host_memory.worker_nodes(), bell.clone(), plan.trace_spans, on_start).map(Pool::Threads)
+    Threads::start(plan.site.threads, plan.site.host_memory.worker_nodes(), bell.clone(), plan.site.trace_spans, on_start)
+        .map(Pool::Threads)
 }

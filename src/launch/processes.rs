@@ -101,15 +101,15 @@ impl ThisProcess<'_> {
     /// Connects the progress counters to the other processes, and each rank of this process to the ranks of other processes.
     fn meet(self) -> Result<LocalRanks> {
         let Self { plan, links, .. } = self;
-        let longest = Slices::new(plan.layout.clone(), 0, plan.ranks).longest();
-        let parcel_bytes = longest * plan.dtype.bytes();
-        if !plan.by_nccl && u32::try_from(parcel_bytes).is_err() {
+        let longest = Slices::new(plan.placement.layout.clone(), 0, plan.site.ranks).longest();
+        let parcel_bytes = longest * plan.recipe.numerics.dtype.bytes();
+        if !plan.site.by_nccl && u32::try_from(parcel_bytes).is_err() {
             let cause = format!("--bucket-mib: a slice of {parcel_bytes} bytes is too long for one parcel; use smaller buckets");
             return Err(Error::usage(cause));
         }
         let (progress, connections) = links.attach(|remote| ProgressCounters::linked(plan.board_sizes(), remote), parcel_bytes)?;
         let context = RankContext { progress: progress.clone(), rank: progress.local_ranks().start };
-        let reaches = match plan.by_nccl {
+        let reaches = match plan.site.by_nccl {
             true => vec![one_key(plan, links).map_err(|error| context.attribute(error))?; connections.len()]
                 .into_iter()
                 .map(PeerTransport::Nccl)
@@ -121,12 +121,13 @@ impl ThisProcess<'_> {
 
     /// Divides the resources of this process among its ranks.
     fn cpu_slices(self) -> Vec<CpuSlice> {
-        let ranks = self.plan.ranks / self.plan.processes;
-        let adversary = self.plan.adversary.map(|seed| seed.wrapping_add((self.links.process() * ranks) as u64));
+        let ranks = self.plan.site.ranks / self.plan.site.processes;
+        let mut plan = self.plan.clone();
+        plan.site.adversary = self.plan.site.adversary.map(|seed| seed.wrapping_add((self.links.process() * ranks) as u64));
         let near = gpu::gpu_nodes(&self.launch.chosen.gpus, &self.launch.topology);
         // A single rank gets all CPUs of the process.
         let gpu_nodes = if near.len() > 1 { near } else { vec![None; ranks] };
-        cpu_slice::of(&Plan { adversary, ..self.plan.clone() }, &self.launch.topology, &gpu_nodes)
+        cpu_slice::of(&plan, &self.launch.topology, &gpu_nodes)
     }
 }
 
@@ -148,7 +149,7 @@ fn follow_watched<D: Kernels + Peers>(
 fn one_key(plan: &Plan, links: &Links) -> Result<NcclUniqueId> {
     let format = |e| Error::format("the key of NCCL", e);
     if links.process() == 0 {
-        let key = gpu::rail_key(&plan.cuda_libraries)?;
+        let key = gpu::rail_key(&plan.site.cuda_libraries)?;
         links.propose(&serde_json::to_string(&key.0[..]).map_err(format)?);
         return Ok(key);
     }

@@ -24,8 +24,8 @@ pub(crate) struct LocalRanks {
 impl LocalRanks {
     /// The connections for a `plan` whose ranks are all in this process.
     pub(super) fn of_this_process(plan: &Plan) -> Self {
-        let progress = Arc::new(ProgressCounters::new(plan.board_sizes(), plan.adversary));
-        Self { progress, reaches: (0..plan.ranks).map(|_| PeerTransport::Memory).collect() }
+        let progress = Arc::new(ProgressCounters::new(plan.board_sizes(), plan.site.adversary));
+        Self { progress, reaches: (0..plan.site.ranks).map(|_| PeerTransport::Memory).collect() }
     }
 }
 
@@ -112,7 +112,7 @@ mod tests {
 
     /// Runs steps until a rank fails.
     fn endless(plan: &Plan, shape: &ModelShape, follow: impl Fn(&mut Engine<CpuDevice>, &RankContext) -> Result<()> + Sync) -> Error {
-        let cpu_slices = cpu_slice::of(plan, &Topology::this_machine(), &vec![None; plan.ranks]);
+        let cpu_slices = cpu_slice::of(plan, &Topology::this_machine(), &vec![None; plan.site.ranks]);
         let make = |cpu_slice: &CpuSlice, bell: &Arc<Doorbell>, _| Ok((cpu_device(&cpu_slice.plan, bell)?, cpu_pool(cpu_slice, bell)?));
         let lead = |mut engine: Engine<CpuDevice>, _: &RankContext| -> Result<()> {
             engine.init_state(1, 1)?;

@@ -14,6 +14,16 @@ pub enum LrScheduler {
     Wsd,
 }
 
+/// Length of training.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TrainLength {
+    /// This many optimizer steps.
+    Steps(u64),
+    /// This many passes over the data.
+    Epochs(f64),
+}
+
 /// A learning rate for every step of a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct LrSchedule {

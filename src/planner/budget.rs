@@ -1,29 +1,28 @@
 //! The memory of a run by class and location, computed before any allocation.
 
-use super::experts::ExpertEngine;
 use super::machine::Machine;
+use super::protocol::Protocol;
+use super::site::Site;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::bucket::slices::Slices;
 use crate::data::rows::batch;
+use crate::device::AttentionShape;
 use crate::device::footprint::MemoryClass;
 use crate::device::footprint::gpu::{self, PAGE_BYTES};
-use crate::device::{Attention, AttentionShape};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
 use crate::model::activations::{ActivationPlan, LossTile, MicroBatch, bounds_elems};
 use crate::model::heads::SequenceRank;
-use crate::model::mlp_tile;
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, TensorTable};
 use crate::optim::PIECE_ELEMS;
-use crate::optim::moments::Moments;
 use crate::optim::norm::BLOCK;
-use crate::optim::simd::Isa;
-use crate::planner::rules::{Policy, Rules};
+use crate::planner::rules::Policy;
 use crate::ranks::progress::CounterSizes;
 use crate::ranks::slice_connections::slices_under_way;
+use crate::recipe::{Numerics, Recipe, StepShape};
 use crate::trace::Span;
 use std::ops::Range;
 
@@ -90,78 +89,43 @@ pub(crate) fn device_casts(dtype: Dtype, link_dtype: Dtype) -> bool {
 
 /// Rings and host locations that shorten the flat arrays of the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Rings {
+pub struct Rings {
     /// The ring of gradients, if gradients share memory.
     pub grads: Option<RingShape>,
     /// The ring through which weights stream; `None` if all weights stay on the device.
     pub weights: Option<RingShape>,
     /// Each rank stores only its own slices of the weights. Every fetch also brings the inter-node peers' slices into the ring.
-    pub(crate) fully_sharded: bool,
+    pub fully_sharded: bool,
     /// Gradient sums are stored next to the optimizer states of their buckets and pass through the device.
-    pub(crate) sums_on_host: bool,
+    pub sums_on_host: bool,
 }
 
 /// All inputs of memory and time except the planner's choice.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Workload<'a> {
-    pub shape: &'a ModelShape,
-    /// Sequences of a micro-batch.
-    pub batch: usize,
-    /// Tokens of a sequence, over all ranks that share it.
-    pub seq_length: usize,
-    /// Whether rows hold several documents that attention must separate.
-    pub separates_documents: bool,
-    /// Micro-batches of a step.
-    pub grad_accum_steps: usize,
-    /// Partial sums of the gradient of a step.
-    pub partial_sums: usize,
-    /// Consecutive partial sums that are summed and rounded as a group; 1 without rounding.
-    pub(crate) gradient_group: usize,
-    /// Devices that train together. The plan covers all of them.
-    pub ranks: usize,
-    /// Devices that share each sequence.
-    pub(crate) sequence_ranks: usize,
-    /// Processes of the run.
-    pub processes: usize,
-    /// Whether NCCL transfers the data between processes.
-    pub(crate) by_nccl: bool,
-    /// Format of weights, activations and gradients on the device.
-    pub dtype: Dtype,
-    /// Whether the matrix products of layers are computed in FP8.
-    pub(crate) fp8: bool,
-    pub link_dtype: Dtype,
-    /// Format of the optimizer's moments.
-    pub moments: Moments,
-    /// Permissions of the coordinator.
-    pub(crate) rules: Rules,
+    pub(crate) recipe: &'a Recipe,
+    pub(crate) site: &'a Site,
+    pub(crate) protocol: &'a Protocol,
     /// Reusable host slots of each kind.
     pub slots: usize,
-    /// Capacity of each timeline track in spans.
-    pub trace_spans: usize,
-    /// Bytes of the training data held in memory and of its order.
-    pub data_bytes: usize,
-    pub attention: Attention,
-    /// The implementation of expert products.
-    pub(super) expert_engine: ExpertEngine,
-    /// Optimizer workers.
-    pub workers: usize,
-    pub isa: Isa,
-    /// The machine that must hold the plan.
-    pub machine: Machine,
     /// Additional host memory for loading and saving, which steps do not need.
     pub(crate) transient_bytes: u64,
 }
 
 impl Workload<'_> {
+    pub(crate) fn shape(&self) -> &ModelShape {
+        &self.recipe.model
+    }
+
     /// Host slots for gradients: one for each offloaded bucket, so that no bucket waits. With deferred updates there are `slots` more,
     /// because each bucket keeps its slot for another step.
     pub(crate) fn grad_slots(&self, layout: &BucketLayout) -> usize {
-        if self.rules.policy == Policy::Deferred { layout.offloaded() + self.slots } else { layout.offloaded() }
+        if self.protocol.rules.policy == Policy::Deferred { layout.offloaded() + self.slots } else { layout.offloaded() }
     }
 
     /// Host slots for working weights: the reusable slots, or one for each offloaded bucket if weights stream from the host.
     pub(crate) fn param_slots(&self, layout: &BucketLayout, rings: Rings) -> usize {
-        if rings.weights.is_some() && self.ranks == 1 { layout.offloaded() } else { self.slots }
+        if rings.weights.is_some() && self.site.ranks == 1 { layout.offloaded() } else { self.slots }
     }
 
     /// The gradient ring: of offloaded buckets, or of all buckets if several ranks keep slices of the sums. It holds the largest module and
@@ -169,21 +133,19 @@ impl Workload<'_> {
     /// starts when its last gradient is written. `None` with gradient accumulation in place, without savings, or if the device shares the
     /// host's memory.
     pub(crate) fn grad_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
-        if micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.partial_sums) > 1
-            || self.machine.device == DeviceMemory::Shared
-        {
+        if self.recipe.step.micro_batches_each(self.recipe.step.shares) > 1 || self.site.machine.device == DeviceMemory::Shared {
             return None;
         }
         let module_elems_max = streamed_modules(table).max().unwrap_or(0);
-        let limit = if self.ranks == 1 { layout.offloaded_elems() } else { layout.flat_elems() };
+        let limit = if self.site.ranks == 1 { layout.offloaded_elems() } else { layout.flat_elems() };
         let leaving = RING_BUCKETS * layout.bucket_elems();
-        let leaving = if self.ranks == 1 { leaving } else { leaving.max(module_elems_max) };
+        let leaving = if self.site.ranks == 1 { leaving } else { leaving.max(module_elems_max) };
         self.ring(limit, table, module_elems_max + leaving)
     }
 
     /// Whether gradient sums can be stored on the host: there are sums, on a single device with its own memory.
     pub(super) fn may_sum_on_host(&self) -> bool {
-        self.partial_sums > 1 && self.ranks == 1 && self.machine.device != DeviceMemory::Shared
+        self.recipe.step.shares > 1 && self.site.ranks == 1 && self.site.machine.device != DeviceMemory::Shared
     }
 
     /// The weight ring, which holds a module and the next one: of offloaded buckets if weights stream from the host, of all buckets if they
@@ -192,14 +154,14 @@ impl Workload<'_> {
         let next = streamed_modules(table).skip(1).chain([0]);
         let pair_elems_max = streamed_modules(table).zip(next).map(|(module, next)| module + next).max().unwrap_or(0);
         // Slices of other ranks are stored on their devices, even those of offloaded buckets.
-        let limit = if self.ranks == 1 { layout.offloaded_elems() } else { layout.flat_elems() };
+        let limit = if self.site.ranks == 1 { layout.offloaded_elems() } else { layout.flat_elems() };
         self.ring(limit, table, pair_elems_max)
     }
 
     /// A ring of the flat range up to the embeddings. Tied embeddings are also the output matrix and hold its gradient during the whole
     /// backward pass. Paged buckets stay outside, too: the device steps them, and their gradients stay until the verdict.
     fn ring(&self, limit: usize, table: &TensorTable, elems_min: usize) -> Option<RingShape> {
-        let grain = self.machine.kind.ring_grain_bytes() / self.dtype.bytes();
+        let grain = self.site.machine.kind.ring_grain_bytes() / self.recipe.numerics.dtype.bytes();
         let end = limit.min(table.module_range(Module::Embed).start);
         let (ringed_elems, period_elems) = (end / grain * grain, elems_min.next_multiple_of(grain));
         (ringed_elems > period_elems).then_some(RingShape { ringed_elems, period_elems })
@@ -210,8 +172,9 @@ impl Workload<'_> {
     /// # Errors
     /// `Usage` if batch and sequence length do not suit the model.
     pub(crate) fn activations(&self, policies: &[LayerPolicy], tile: LossTile) -> Result<ActivationPlan> {
-        let Self { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, .. } = *self;
-        let mlp_tile = self.mlp_tile();
+        let StepShape { micro_batch: batch, seq_length, sequence_ranks, .. } = self.recipe.step;
+        let Numerics { dtype, fp8, mlp_tile, .. } = self.recipe.numerics;
+        let (shape, separates_documents) = (self.shape(), self.recipe.separates_documents());
         ActivationPlan::new(MicroBatch {
             shape,
             batch,
@@ -226,47 +189,42 @@ impl Workload<'_> {
         })
     }
 
-    /// Tokens of a tile of the MLP; `None` if it runs in one piece.
-    pub(crate) fn mlp_tile(&self) -> Option<usize> {
-        mlp_tile::tile_tokens(self.batch.saturating_mul(self.seq_length) / self.sequence_ranks, self.fp8)
-    }
-
     /// All memory classes that are not empty.
     pub(crate) fn classes(&self, layout: &BucketLayout, rings: Rings, activations: &ActivationPlan) -> Vec<MemoryClass> {
-        let (flat, ranks, state_bytes) = (layout.flat_elems(), self.ranks, self.moments.arrays().state_bytes());
+        let (flat, ranks, state_bytes) = (layout.flat_elems(), self.site.ranks, self.recipe.numerics.moments.arrays().state_bytes());
         // Only the optimizer state of a paged bucket crosses the link.
         let [offloaded, paged] = [Tier::Host, Tier::Unified].map(|tier| layout.elems_in(tier).len());
         let slices = || (0..ranks).map(|rank| Slices::new(layout.clone(), rank, ranks));
         let slots: usize = slices().map(|own| own.slice_elems().min(own.elems_in(Tier::Host).len())).sum();
-        let slot_bytes = slots * self.link_dtype.bytes();
+        let slot_bytes = slots * self.protocol.link_dtype.bytes();
         // Devices with their own memory reserve equally much: the need of the device with the longest slices.
-        let of_all = |elems: &dyn Fn(&Slices) -> usize| match self.machine.device {
+        let of_all = |elems: &dyn Fn(&Slices) -> usize| match self.site.machine.device {
             DeviceMemory::Shared => slices().map(|own| elems(&own)).sum::<usize>(),
             DeviceMemory::Own { .. } => ranks * slices().map(|own| elems(&own)).max().unwrap_or(0),
         };
         let (longest, owned, resident) =
             (of_all(&Slices::slice_elems), of_all(&Slices::elems), of_all(&|own| own.elems_in(Tier::Device).len()));
-        let staging = if device_casts(self.dtype, self.link_dtype) && offloaded > 0 { 2 * longest * 4 } else { 0 };
+        let staging = if device_casts(self.recipe.numerics.dtype, self.protocol.link_dtype) && offloaded > 0 { 2 * longest * 4 } else { 0 };
         let class = |name, space, bytes| MemoryClass { name, space, bytes };
-        let flat_bytes = |ring| ranks * self.machine.kind.flat_bytes(flat, self.dtype, ring);
+        let flat_bytes = |ring| ranks * self.site.machine.kind.flat_bytes(flat, self.recipe.numerics.dtype, ring);
         let elems_of = |buckets: Range<usize>| of_all(&|own| own.local_buckets(&buckets).len());
         // With sharded weights the ranks of a process hold all slices among them; with fully sharded weights each rank holds its own.
-        let slices_each = if rings.fully_sharded { 1 } else { self.processes };
+        let slices_each = if rings.fully_sharded { 1 } else { self.site.processes };
         let shard_elems = ranks * slices_each * Slices::new(layout.clone(), 0, ranks).most_in(&sharded(layout, rings.weights, ranks));
         let kept_elems = elems_of(kept(layout, rings.grads, ranks));
         let params_name = if rings.weights.is_some() && ranks == 1 { "streamed weights" } else { "parameter slots" };
-        let sum_bytes = 4 * kept_sums((self.partial_sums, self.gradient_group), ranks);
+        let sum_bytes = 4 * kept_sums((self.recipe.step.shares, self.recipe.step.group), ranks);
         let [summed_there, passing] = host_sums(layout, rings.sums_on_host);
-        let pulled = (ranks - 1) * longest * self.dtype.bytes();
+        let pulled = (ranks - 1) * longest * self.recipe.numerics.dtype.bytes();
         let mut classes = vec![
             class("weights", MemorySpace::Device, flat_bytes(rings.weights)),
-            class("weight slices", MemorySpace::Device, shard_elems * self.dtype.bytes()),
+            class("weight slices", MemorySpace::Device, shard_elems * self.recipe.numerics.dtype.bytes()),
             class("gradients", MemorySpace::Device, flat_bytes(rings.grads)),
-            class("gradient slices", MemorySpace::Device, kept_elems * self.dtype.bytes()),
+            class("gradient slices", MemorySpace::Device, kept_elems * self.recipe.numerics.dtype.bytes()),
             class("gradient sums", MemorySpace::Device, (owned - summed_there) * sum_bytes),
             class("passing sums", MemorySpace::Device, passing * sum_bytes),
             class("peers' gradients", MemorySpace::Device, pulled),
-            class("NCCL's buffers", MemorySpace::Device, if self.by_nccl { ranks * gpu::NCCL_BYTES } else { 0 }),
+            class("NCCL's buffers", MemorySpace::Device, if self.site.by_nccl { ranks * gpu::NCCL_BYTES } else { 0 }),
             class("resident p, m, v", MemorySpace::Device, state_bytes * resident),
             class("paged states here", MemorySpace::Device, self.paged_window_bytes(layout)),
             class("cast staging", MemorySpace::Device, staging),
@@ -281,14 +239,15 @@ impl Workload<'_> {
             class("batches, norm", MemorySpace::Host, self.driver_bytes(layout)),
             class("exchange", MemorySpace::Host, self.counter_bytes(layout)),
             class("slices under way", MemorySpace::Host, self.under_way_bytes(slices().map(|own| own.slice_elems()).max().unwrap_or(0))),
-            class("timeline", MemorySpace::Host, (self.workers + driver_tracks(ranks)) * self.trace_spans * size_of::<Span>()),
-            class("data", MemorySpace::Host, self.data_bytes),
+            class("timeline", MemorySpace::Host, (self.site.threads + driver_tracks(ranks)) * self.site.trace_spans * size_of::<Span>()),
+            class("data", MemorySpace::Host, self.site.data_bytes),
         ];
-        let own = self.machine.kind.own_memory(self.attention, &self.attention_shapes(), self.separates_documents);
+        let own =
+            self.site.machine.kind.own_memory(self.recipe.numerics.attention, &self.attention_shapes(), self.recipe.separates_documents());
         let pinned = bytes_at(&classes, MemorySpace::Host) as usize;
-        classes.push(class("lists of pinned pages", MemorySpace::Host, ranks * self.machine.kind.page_list_bytes(pinned)));
+        classes.push(class("lists of pinned pages", MemorySpace::Host, ranks * self.site.machine.kind.page_list_bytes(pinned)));
         // Each rank has its own context, and each process pays its host memory once.
-        let count = |space| if space == MemorySpace::Device { ranks } else { self.processes };
+        let count = |space| if space == MemorySpace::Device { ranks } else { self.site.processes };
         classes.extend(own.into_iter().map(|own| class(own.name, own.space, count(own.space) * own.bytes)));
         classes.retain(|class| class.bytes > 0);
         classes
@@ -297,10 +256,10 @@ impl Workload<'_> {
     /// The distinct attention shapes of the layers, that of the first layer first. They are those of the first rank, which has at least as
     /// many heads as any other rank.
     pub(crate) fn attention_shapes(&self) -> Vec<AttentionShape> {
-        let first = SequenceRank { rank: 0, ranks: self.sequence_ranks };
+        let first = SequenceRank { rank: 0, ranks: self.recipe.step.sequence_ranks };
         let mut shapes = Vec::new();
-        for layer in 0..self.shape.layers.len() {
-            let shape = self.shape.attention_of((self.batch, self.seq_length), layer, first);
+        for layer in 0..self.shape().layers.len() {
+            let shape = self.shape().attention_of((self.recipe.step.micro_batch, self.recipe.step.seq_length), layer, first);
             if !shapes.contains(&shape) {
                 shapes.push(shape);
             }
@@ -310,7 +269,7 @@ impl Workload<'_> {
 
     /// Bytes that `classes` exceed the device and the host by; 0 where they fit.
     pub(crate) fn lacking(&self, classes: &[MemoryClass]) -> (u64, u64) {
-        let [device, host] = balances(&self.machine, classes, (self.ranks, self.processes), self.transient_bytes);
+        let [device, host] = balances(&self.site.machine, classes, (self.site.ranks, self.site.processes), self.transient_bytes);
         (device.lacking(), host.lacking())
     }
 
@@ -318,45 +277,52 @@ impl Workload<'_> {
     /// a flag, and the loss of each partial sum; expert rows of each micro-batch; embedding rows that are stepped last; and buffers for
     /// state in transfer.
     fn driver_bytes(&self, layout: &BucketLayout) -> usize {
-        let parts = self.grad_accum_steps * self.sequence_ranks;
-        let (norm_partials, expert_words) = (layout.flat_elems() / BLOCK, parts * bounds_elems(self.shape));
-        let rows = if layout.early().is_empty() { 0 } else { batch::distinct(self.batch * self.seq_length, self.shape.vocab) };
-        4 * (self.batch_words() + norm_partials + self.partial_sums + expert_words + rows + self.ranks * (1 + BOUNCE_ELEMS))
+        let parts = self.recipe.step.micro_batches * self.recipe.step.sequence_ranks;
+        let (norm_partials, expert_words) = (layout.flat_elems() / BLOCK, parts * bounds_elems(self.shape()));
+        let rows = if layout.early().is_empty() {
+            0
+        } else {
+            batch::distinct(self.recipe.step.micro_batch * self.recipe.step.seq_length, self.shape().vocab)
+        };
+        4 * (self.batch_words() + norm_partials + self.recipe.step.shares + expert_words + rows + self.site.ranks * (1 + BOUNCE_ELEMS))
     }
 
     /// Words of all micro-batches of a step.
     fn batch_words(&self) -> usize {
-        let of_part = batch::part_words((self.batch, self.seq_length), self.sequence_ranks, self.separates_documents);
-        self.grad_accum_steps * self.sequence_ranks * of_part
+        let of_part = batch::part_words(
+            (self.recipe.step.micro_batch, self.recipe.step.seq_length),
+            self.recipe.step.sequence_ranks,
+            self.recipe.separates_documents(),
+        );
+        self.recipe.step.micro_batches * self.recipe.step.sequence_ranks * of_part
     }
 
     /// Bytes of the progress counters of all processes; 0 with one rank.
     fn counter_bytes(&self, layout: &BucketLayout) -> usize {
-        let steps = (self.partial_sums, self.batch_words(), self.shape.experts());
-        if self.ranks == 1 { 0 } else { self.processes * counter_sizes(layout, self.ranks, steps).bytes() }
+        let steps = (self.recipe.step.shares, self.batch_words(), self.shape().experts());
+        if self.site.ranks == 1 { 0 } else { self.site.processes * counter_sizes(layout, self.site.ranks, steps).bytes() }
     }
 
     /// Host buffers for transfers between processes, over all processes. Slices have at most `longest` elements. Each rank has a connection
     /// for weights to each inter-node peer. For gradients it has a connection to every rank of another process, or to the inter-node peers
     /// alone if groups are summed within a process.
     fn under_way_bytes(&self, longest: usize) -> usize {
-        let (inter_node_peers, others) = (self.processes - 1, self.ranks - self.ranks / self.processes);
-        let connections =
-            inter_node_peers + if sums_within(self.gradient_group, (self.ranks, self.processes)) { inter_node_peers } else { others };
-        if self.processes == 1 || self.by_nccl { 0 } else { self.ranks * slices_under_way(connections) * longest * self.dtype.bytes() }
+        let (inter_node_peers, others) = (self.site.processes - 1, self.site.ranks - self.site.ranks / self.site.processes);
+        let connections = inter_node_peers
+            + if sums_within(self.recipe.step.group, (self.site.ranks, self.site.processes)) { inter_node_peers } else { others };
+        if self.site.processes == 1 || self.site.by_nccl {
+            0
+        } else {
+            self.site.ranks * slices_under_way(connections) * longest * self.recipe.numerics.dtype.bytes()
+        }
     }
 
     /// Device memory of the paged window. A bucket shares the first and last page of each array with its neighbours.
     fn paged_window_bytes(&self, layout: &BucketLayout) -> usize {
-        let DeviceMemory::Own { addressing: Addressing::Managed, .. } = self.machine.device else { return 0 };
+        let DeviceMemory::Own { addressing: Addressing::Managed, .. } = self.site.machine.device else { return 0 };
         PAGED_WINDOW.min(layout.buckets_in(Tier::Unified).len())
-            * (self.moments.arrays().state_bytes() * layout.bucket_elems() + 3 * PAGE_BYTES)
+            * (self.recipe.numerics.moments.arrays().state_bytes() * layout.bucket_elems() + 3 * PAGE_BYTES)
     }
-}
-
-/// Micro-batches per part, if `sequence_ranks` ranks share each of a step's `micro_batches`.
-pub(super) fn micro_batches_each(micro_batches: usize, sequence_ranks: usize, parts: usize) -> usize {
-    micro_batches * sequence_ranks / parts
 }
 
 /// Timeline tracks of drivers and their streams, without those of workers. A rank with peers has two more streams.

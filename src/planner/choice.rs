@@ -6,6 +6,7 @@
 
 use super::budget::{Rings, Workload};
 use super::predict::{Prediction, Predictor};
+use super::site::Site;
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::{ActivationsChoice, WeightsChoice};
 use crate::device::DeviceKind;
@@ -74,7 +75,7 @@ pub(crate) struct Choice {
 /// `Usage` if batch and sequence length do not suit the model.
 pub(crate) fn choose(workload: &Workload, table: &TensorTable, layout: &BucketLayout, request: Request) -> Result<Choice> {
     let planner = Planner { workload, table, layout, request };
-    match workload.machine.kind {
+    match workload.site.machine.kind {
         DeviceKind::Cpu => planner.on_cpus(),
         DeviceKind::Gpu => planner.search(&Predictor::new(workload, table)?),
     }
@@ -124,7 +125,7 @@ struct Planner<'a> {
 impl Planner<'_> {
     /// The choice for the CPU device. Device and host share memory and cores, so there is no trade-off.
     fn on_cpus(&self) -> Result<Choice> {
-        let (shape, width) = (self.workload.shape, self.workload.dtype.bytes());
+        let (shape, width) = (self.workload.shape(), self.workload.recipe.numerics.dtype.bytes());
         let vocab = shape.vocab.min(SHARED_TILE_VOCAB_MAX);
         let chosen = LossTile { rows: self.tokens().min(SHARED_TILE_BYTES_MAX / (vocab * width)).max(1), vocab };
         let tile = self.request.tile.unwrap_or(chosen);
@@ -166,7 +167,7 @@ impl Planner<'_> {
     /// Possible locations of the weights, the fastest first.
     fn weight_placements(&self) -> &'static [WeightPlacement] {
         use WeightPlacement::{Flat, FullySharded, Streamed};
-        let Workload { ranks, processes, .. } = *self.workload;
+        let Site { ranks, processes, .. } = *self.workload.site;
         match self.request.weights {
             // With one rank a process, slices over the ranks of a process would be all weights.
             WeightsChoice::Auto if processes > 1 && ranks == processes => &[Flat, FullySharded],
@@ -252,7 +253,7 @@ impl Planner<'_> {
 
     /// The maximum number of resident buckets: all buckets, or those entirely outside the range that streams from the host.
     fn most_resident(&self, use_rings: UseRings) -> usize {
-        let from_host = self.rings(self.layout, use_rings).weights.filter(|_| self.workload.ranks == 1);
+        let from_host = self.rings(self.layout, use_rings).weights.filter(|_| self.workload.site.ranks == 1);
         let streamed = from_host.map_or(0, |ring| ring.ringed_elems);
         self.layout.count() - self.layout.overlapping(0..streamed).end
     }
@@ -263,7 +264,7 @@ impl Planner<'_> {
 
     /// Tokens of a micro-batch on one rank.
     fn tokens(&self) -> usize {
-        self.workload.batch * self.workload.seq_length / self.workload.sequence_ranks
+        self.workload.recipe.step.tokens_of_rank()
     }
 
     /// Candidate layer policies, the fastest first. The last layers are needed first in the backward pass. They are the first to recompute
@@ -271,7 +272,7 @@ impl Planner<'_> {
     /// attention takes long, its outputs follow.
     fn mixes(&self, attends_long: bool) -> Vec<Vec<LayerPolicy>> {
         use LayerPolicy::{Host, HostAttention, Keep, RecomputeBlock, RecomputeCheap};
-        let layers = self.workload.shape.layers.len();
+        let layers = self.workload.shape().layers.len();
         if let Some(policy) = self.request.activations.policy() {
             return vec![vec![policy; layers]];
         }
@@ -294,8 +295,8 @@ impl Planner<'_> {
         if let Some(tile) = self.request.tile {
             return vec![tile];
         }
-        let vocab = self.workload.shape.vocab;
-        let rows = rows_within(self.tokens(), TILE_BYTES / (vocab * self.workload.dtype.bytes()));
+        let vocab = self.workload.shape().vocab;
+        let rows = rows_within(self.tokens(), TILE_BYTES / (vocab * self.workload.recipe.numerics.dtype.bytes()));
         let halves = std::iter::successors(Some(rows), |&rows| (rows > TILE_ROWS_MIN).then(|| rows_within(self.tokens(), rows / 2)));
         halves.map(|rows| LossTile { rows, vocab }).collect()
     }

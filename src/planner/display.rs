@@ -19,9 +19,9 @@ impl fmt::Display for Plan {
         self.write_models_own(f)?;
         self.write_optimizer(f)?;
         // The estimate ranks plans before simulation. Next to a simulated time it would be a second, conflicting value.
-        match (self.simulated_step_ms, &self.predicted) {
-            (Some(ms), _) => writeln!(f, "  simulated   {ms:.1} ms a step, at the rates of {}", self.machine.rates.profile)?,
-            (None, Some(predicted)) => writeln!(f, "  predicted   {predicted}, at the rates of {}", self.machine.rates.profile)?,
+        match (self.forecast.simulated_step_ms, &self.forecast.predicted) {
+            (Some(ms), _) => writeln!(f, "  simulated   {ms:.1} ms a step, at the rates of {}", self.site.machine.rates.profile)?,
+            (None, Some(predicted)) => writeln!(f, "  predicted   {predicted}, at the rates of {}", self.site.machine.rates.profile)?,
             (None, None) => {}
         }
         self.write_memory(f)
@@ -31,55 +31,62 @@ impl fmt::Display for Plan {
 impl Plan {
     /// Writes the work of a step and the devices that share it.
     fn write_step(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "  strategy    {:?}, {:?}; techniques: {}", self.strategy, self.rules.policy, self.techniques.names())?;
+        writeln!(
+            f,
+            "  strategy    {:?}, {:?}; techniques: {}",
+            self.protocol.strategy,
+            self.protocol.rules.policy,
+            self.protocol.techniques.names()
+        )?;
         writeln!(
             f,
             "  model       {:.2} M parameters, {} on the device, {} on the link",
-            self.params as f64 / 1e6,
-            self.dtype,
-            self.link_dtype
+            self.params() as f64 / 1e6,
+            self.recipe.numerics.dtype,
+            self.protocol.link_dtype
         )?;
-        let (batch, seq, accum) = (self.batch, self.seq_length, self.micro_batches_of_rank());
-        let devices = if self.machine.kind == DeviceKind::Gpu { "GPUs" } else { "ranks" };
-        let ranks = match (self.ranks / self.sequence_ranks, self.sequence_ranks) {
+        let (batch, seq, accum) = (self.recipe.step.micro_batch, self.recipe.step.seq_length, self.micro_batches_of_rank());
+        let devices = if self.site.machine.kind == DeviceKind::Gpu { "GPUs" } else { "ranks" };
+        let ranks = match (self.site.ranks / self.recipe.step.sequence_ranks, self.recipe.step.sequence_ranks) {
             (1, 1) => String::new(),
             (ranks, 1) => format!("{ranks} {devices} x "),
             (1, each) => format!("{each} {devices} on the same sequences x "),
             (groups, each) => format!("{groups} x {each} {devices} on the same sequences x "),
         };
-        let groups = if self.gradient_group > 1 { format!(" in groups of {}", self.gradient_group) } else { String::new() };
-        let partial_sums = if self.partial_sums > 1 { format!(" in {} gradient shares{groups}", self.partial_sums) } else { String::new() };
+        let groups = if self.recipe.step.group > 1 { format!(" in groups of {}", self.recipe.step.group) } else { String::new() };
+        let partial_sums =
+            if self.recipe.step.shares > 1 { format!(" in {} gradient shares{groups}", self.recipe.step.shares) } else { String::new() };
         writeln!(
             f,
             "  step        {ranks}{accum} x {batch} x {seq} = {}{partial_sums}; loss in tiles of {} x {}",
             counted(self.tokens_per_step(), "token"),
-            self.loss_tile.rows,
-            self.loss_tile.vocab
+            self.recipe.numerics.loss_tile.rows,
+            self.recipe.numerics.loss_tile.vocab
         )?;
-        if let Some([fewest, most]) = self.uneven_heads {
+        if let Some([fewest, most]) = self.uneven_heads() {
             writeln!(
                 f,
                 "  heads       {fewest} to {most} query heads on each of {}: the devices with the most set the time",
-                self.sequence_ranks
+                self.recipe.step.sequence_ranks
             )?;
         }
-        if self.loss_tile != self.usual_tile {
-            let rows = self.usual_tile.rows;
+        if self.recipe.numerics.loss_tile != self.forecast.usual_tile {
+            let rows = self.forecast.usual_tile.rows;
             writeln!(f, "  bits        differ from runs with loss tiles of {rows} rows, which do not fit here")?;
         }
-        if let Some(block) = self.attention_block {
+        if let Some(block) = self.recipe.numerics.attention_block {
             writeln!(f, "  attention   backward pass in blocks of {block} queries and keys; their gradients are added in fp32")?;
         }
-        if let Some(tile) = self.mlp_tile {
+        if let Some(tile) = self.recipe.numerics.mlp_tile {
             writeln!(f, "  MLP         computed in tiles of {tile} tokens; weight gradients are summed over the tiles")?;
         }
-        if self.ranks > 1 && self.machine.kind == DeviceKind::Gpu {
-            let rates = &self.machine.rates;
-            if self.ranks > self.processes {
+        if self.site.ranks > 1 && self.site.machine.kind == DeviceKind::Gpu {
+            let rates = &self.site.machine.rates;
+            if self.site.ranks > self.site.processes {
                 writeln!(f, "  peers       {:.1} GB/s from each other, {}", rates.peer_bytes_per_s / 1e9, rates.peer_route)?;
             }
-            if self.processes > 1 {
-                writeln!(f, "  network     {}", self.peer_traffic.describe_far(rates))?;
+            if self.site.processes > 1 {
+                writeln!(f, "  network     {}", self.forecast.peer_traffic.describe_far(rates))?;
             }
         }
         Ok(())
@@ -87,8 +94,8 @@ impl Plan {
 
     /// Writes the locations of states, weights and sums, and the streams between them.
     fn write_buckets(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let layout = &self.layout;
-        let bucket = Bytes((layout.bucket_elems() * self.dtype.bytes()) as u64);
+        let layout = &self.placement.layout;
+        let bucket = Bytes((layout.bucket_elems() * self.recipe.numerics.dtype.bytes()) as u64);
         let (count, offloaded) = (layout.count(), layout.offloaded());
         match offloaded {
             0 if !layout.buckets_in(Tier::Unified).is_empty() => self.write_paged(f, bucket)?,
@@ -97,8 +104,8 @@ impl Plan {
                 f,
                 "  buckets     {count} of {bucket}, {} with a resident optimizer; {}, {}",
                 count - offloaded,
-                counted(self.grad_slots, "gradient slot"),
-                counted(self.param_slots, "parameter slot")
+                counted(self.placement.grad_slots, "gradient slot"),
+                counted(self.placement.param_slots, "parameter slot")
             )?,
         }
         if !layout.early().is_empty() {
@@ -108,17 +115,17 @@ impl Plan {
                 "  early       {early} buckets of the embedding are sent after the output matrix's gradient; rows of the batch follow"
             )?;
         }
-        if let Some(RingShape { ringed_elems, period_elems }) = self.weight_ring {
-            let [streamed, ring] = [ringed_elems, period_elems].map(|elems| Bytes((elems * self.dtype.bytes()) as u64));
-            let from = match self.processes {
+        if let Some(RingShape { ringed_elems, period_elems }) = self.placement.rings.weights {
+            let [streamed, ring] = [ringed_elems, period_elems].map(|elems| Bytes((elems * self.recipe.numerics.dtype.bytes()) as u64));
+            let from = match self.site.processes {
                 _ if self.streams_from_host() => "host memory",
                 1 => "the slices of all GPUs",
-                _ if self.fully_sharded => "the slices of all GPUs, those of other processes over the network",
+                _ if self.placement.rings.fully_sharded => "the slices of all GPUs, those of other processes over the network",
                 _ => "the slices that the GPUs of each process have",
             };
             writeln!(f, "  weights     {streamed} stream from {from} through a ring of {ring}, forward and backward")?;
         }
-        if self.sums_on_host {
+        if self.placement.rings.sums_on_host {
             let summed = Bytes((4 * layout.offloaded_elems()) as u64);
             let why = "the device has no room for them";
             writeln!(f, "  sums        {summed} of gradient sums are kept in host memory and added on the device: {why}")?;
@@ -128,62 +135,67 @@ impl Plan {
 
     /// Writes requirements that only some models have on a GPU.
     fn write_models_own(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.caps_scores && self.machine.kind == DeviceKind::Gpu {
+        if self.recipe.model.caps_scores() && self.site.machine.kind == DeviceKind::Gpu {
             writeln!(f, "  attention   plain, which is slow; cuDNN's attention lacks the soft caps of this model")?;
         }
-        if self.fp8 {
-            let assumed = self.machine.rates.unknown_fp8().filter(|_| self.machine.kind == DeviceKind::Gpu);
+        if self.recipe.numerics.fp8 {
+            let assumed = self.site.machine.rates.unknown_fp8().filter(|_| self.site.machine.kind == DeviceKind::Gpu);
             let assumed = assumed.map_or(String::new(), |assumed| format!("; {assumed}"));
             writeln!(f, "  products    of layers in FP8, E4M3 and for gradients E5M2{assumed}")?;
         }
-        for line in self.expert_products_note.iter().chain(&self.unknown_grouped()) {
+        for line in self.site.expert_products_note.iter().chain(&self.unknown_grouped()) {
             writeln!(f, "  experts     {line}")?;
         }
         Ok(())
     }
 
     fn write_optimizer(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let isa = if self.for_other_machine && self.isa != Isa::Scalar { "vector code".into() } else { self.isa.to_string() };
-        let moments = if self.moments == Moments::Float32 { String::new() } else { format!(", moments in {}", self.moments) };
+        let isa =
+            if self.site.for_other_machine && self.site.isa != Isa::Scalar { "vector code".into() } else { self.site.isa.to_string() };
+        let moments = if self.recipe.numerics.moments == Moments::Float32 {
+            String::new()
+        } else {
+            format!(", moments in {}", self.recipe.numerics.moments)
+        };
         writeln!(
             f,
             "  optimizer   {} on {}, {isa}{moments}; clip above {}",
             self.optimizer().name(),
-            counted(self.threads, "thread"),
-            self.max_grad_norm
+            counted(self.site.threads, "thread"),
+            self.recipe.max_grad_norm
         )
     }
 
     /// The assumption about expert products in the step time, if the profile lacks their rate.
     fn unknown_grouped(&self) -> Option<String> {
-        let is_timed = self.experts > 0 && self.machine.kind == DeviceKind::Gpu;
-        self.machine.rates.unknown_grouped().filter(|_| is_timed)
+        let is_timed = self.recipe.model.experts() > 0 && self.site.machine.kind == DeviceKind::Gpu;
+        self.site.machine.rates.unknown_grouped().filter(|_| is_timed)
     }
 
     fn write_paged(&self, f: &mut fmt::Formatter<'_>, bucket: Bytes) -> fmt::Result {
-        let how = match self.machine.device {
+        let how = match self.site.machine.device {
             DeviceMemory::Shared => Addressing::Coherent,
             DeviceMemory::Own { addressing, .. } => addressing,
         };
         writeln!(
             f,
             "  buckets     {} of {bucket}, all stepped on the device; states of {} are unified: {how}",
-            self.layout.count(),
-            self.layout.buckets_in(Tier::Unified).len()
+            self.placement.layout.count(),
+            self.placement.layout.buckets_in(Tier::Unified).len()
         )
     }
 
     /// Writes a table for each memory with its free bytes. A device without its own memory uses the host's.
     fn write_memory(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [device_free, host_free] = self.balances().map(|balance| balance.free());
-        let titles = match self.machine.device {
+        let titles = match self.site.machine.device {
             DeviceMemory::Shared => ["host memory, compute", "host memory, optimizer"],
-            DeviceMemory::Own { .. } if self.processes > 1 => ["memory of each GPU", "host, of each process"],
-            DeviceMemory::Own { .. } if self.ranks > 1 => ["memory of each GPU", "host memory, in all"],
+            DeviceMemory::Own { .. } if self.site.processes > 1 => ["memory of each GPU", "host, of each process"],
+            DeviceMemory::Own { .. } if self.site.ranks > 1 => ["memory of each GPU", "host memory, in all"],
             DeviceMemory::Own { .. } => ["device memory", "host memory"],
         };
         let on_device = self.bytes_at(MemorySpace::Device).div_ceil(self.devices());
-        let on_host = self.bytes_at(MemorySpace::Host).div_ceil(self.processes as u64) + self.transient_bytes;
+        let on_host = self.bytes_at(MemorySpace::Host).div_ceil(self.site.processes as u64) + self.forecast.transient_bytes;
         self.write_space(f, MemorySpace::Device, titles[0], on_device, device_free)?;
         writeln!(f)?;
         self.write_space(f, MemorySpace::Host, titles[1], on_host, host_free)
@@ -191,20 +203,20 @@ impl Plan {
 
     /// Number of devices with their own memory.
     fn devices(&self) -> u64 {
-        if self.machine.device == DeviceMemory::Shared { 1 } else { self.ranks as u64 }
+        if self.site.machine.device == DeviceMemory::Shared { 1 } else { self.site.ranks as u64 }
     }
 
     fn write_space(&self, f: &mut fmt::Formatter<'_>, space: MemorySpace, title: &str, planned: u64, free: Option<u64>) -> fmt::Result {
         let (transient, parts) =
-            if space == MemorySpace::Host { (self.transient_bytes, self.processes as u64) } else { (0, self.devices()) };
-        let classes = self.memory.iter().filter(|class| class.space == space);
+            if space == MemorySpace::Host { (self.forecast.transient_bytes, self.site.processes as u64) } else { (0, self.devices()) };
+        let classes = self.forecast.memory.iter().filter(|class| class.space == space);
         let classes = classes.map(|class| (class.name, (class.bytes as u64).div_ceil(parts)));
         let rows = classes.chain(Some(("loading, saving", transient)).filter(|row| row.1 > 0)).chain(free.map(|free| ("free", free)));
         write!(f, "  {title:<22}{:>10}", Bytes(planned).to_string())?;
         for (name, bytes) in rows {
             write!(f, "\n    {name:<20}{:>10}", Bytes(bytes).to_string())?;
             if name == "activations" {
-                write!(f, "  {}", describe_policies(&self.layer_policies))?;
+                write!(f, "  {}", describe_policies(&self.placement.layer_policies))?;
             }
         }
         Ok(())

@@ -3,6 +3,7 @@
 
 use super::budget::Workload;
 use super::rules::Policy;
+use super::site::Site;
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::EarlyRows;
 use crate::data::rows::batch::distinct;
@@ -40,14 +41,14 @@ pub(super) fn check_early(requested: EarlyRows, layout: &BucketLayout) -> Result
 
 fn obstacle(workload: &Workload<'_>) -> Option<&'static str> {
     match workload {
-        Workload { shape, .. } if !shape.tied => Some("the model's output matrix is not its embedding"),
-        Workload { ranks: 2.., .. } => {
+        Workload { recipe, .. } if !recipe.model.tied => Some("the model's output matrix is not its embedding"),
+        Workload { site: Site { ranks: 2.., .. }, .. } => {
             Some("cannot be combined with several --gpus: a gradient is complete only after all GPUs have added their parts")
         }
-        Workload { partial_sums: 2.., .. } => {
+        Workload { recipe, .. } if recipe.step.shares > 1 => {
             Some("cannot be combined with several --gradient-shares: a gradient is complete only after all shares are added")
         }
-        Workload { rules, .. } if rules.policy != Policy::Deferred => {
+        Workload { protocol, .. } if protocol.rules.policy != Policy::Deferred => {
             Some("needs --strategy superoffload with the technique stv and --rollback deferred: rows are stepped before the verdict")
         }
         _ => None,
@@ -56,7 +57,7 @@ fn obstacle(workload: &Workload<'_>) -> Option<&'static str> {
 
 /// Whether early rows save time. Rows of the batch are stepped twice, which is cheap if most rows are not in the batch.
 fn pays(workload: &Workload<'_>) -> bool {
-    2 * distinct(workload.batch * workload.seq_length, workload.shape.vocab) <= workload.shape.vocab
+    2 * distinct(workload.recipe.step.micro_batch * workload.recipe.step.seq_length, workload.shape().vocab) <= workload.shape().vocab
 }
 
 fn embedding(table: &TensorTable) -> Range<usize> {

@@ -130,7 +130,7 @@ mod tests {
         let settings = Settings { per_device_train_batch_size: 8, seq_length: 4096, ..Settings::demo() };
         let plan = |expert_products| Plan::new(&Settings { expert_products, ..settings.clone() }, &olmoe(), &machine, false).unwrap();
         let [own, by_cublaslt] = [ExpertProductsChoice::Own, ExpertProductsChoice::Auto].map(plan);
-        let step_s = |plan: &Plan| plan.predicted.as_ref().unwrap().step_s;
+        let step_s = |plan: &Plan| plan.forecast.predicted.as_ref().unwrap().step_s;
         assert!(step_s(&by_cublaslt) < step_s(&own));
         assert!(by_cublaslt.to_string().contains("  experts     multiplied by cuBLASLt"), "{by_cublaslt}");
         assert!(own.to_string().contains("  experts     multiplied by this program's kernels"), "{own}");

@@ -13,6 +13,7 @@ use crate::model::policy::LayerPolicy;
 use crate::model::sequence::{Handover, PassRunner, SharedActivations};
 use crate::model::tensors::TensorTable;
 use crate::optim::simd::Isa;
+use crate::recipe::StepShape;
 
 /// Maximum rows of the loss tile in this model of time. Products with more rows are not faster.
 const TILE_ROWS_MAX: usize = 16 << 10;
@@ -39,7 +40,7 @@ impl PassTimes {
         let of = |policy| micro_step_s(workload, policy);
         let keep_s = of(LayerPolicy::Keep)?;
         // The last layer with shared buffers still has its values, so it recomputes nothing.
-        let layers = (workload.shape.layers.len() - 1).max(1) as f64;
+        let layers = (workload.shape().layers.len() - 1).max(1) as f64;
         let added_s = |policy| of(policy).map(|s| (s - keep_s) / layers);
         Ok(Self {
             keep_s,
@@ -89,21 +90,22 @@ impl PassRunner for Mirrored<'_> {
 
 /// Seconds of attention's forward pass in a mean layer, with the head count of the first rank.
 fn attention_s(workload: &Workload) -> f64 {
-    let Workload { shape, batch, seq_length, sequence_ranks: ranks, .. } = *workload;
+    let (shape, StepShape { micro_batch: batch, seq_length, sequence_ranks: ranks, .. }) = (workload.shape(), workload.recipe.step);
     let layers = shape.layers.len();
     let first = SequenceRank { rank: 0, ranks };
     let flops: f64 = (0..layers).map(|layer| shape.attention_of((batch, seq_length), layer, first).flops()).sum();
-    flops / layers as f64 / workload.machine.rates.attention_forward_flops
+    flops / layers as f64 / workload.site.machine.rates.attention_forward_flops
 }
 
 fn micro_step_s(workload: &Workload, policy: LayerPolicy) -> Result<f64> {
-    let (shape, machine) = (workload.shape, &workload.machine);
-    let (mut dev, _) = SimDevice::new("passes", &machine.rates, (machine.kind, machine.device), (1, Isa::Scalar, workload.moments), 0);
-    let tokens = workload.batch * workload.seq_length / workload.sequence_ranks;
+    let (shape, machine) = (workload.shape(), &workload.site.machine);
+    let (mut dev, _) =
+        SimDevice::new("passes", &machine.rates, (machine.kind, machine.device), (1, Isa::Scalar, workload.recipe.numerics.moments), 0);
+    let tokens = workload.recipe.step.tokens_of_rank();
     let tile = LossTile { rows: tokens.min(TILE_ROWS_MAX), vocab: shape.vocab };
     let plan = workload.activations(&vec![policy; shape.layers.len()], tile)?;
     let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()), &mut Lease::default())?;
-    let mut flat = |name| dev.alloc(name, TensorTable::new(shape).flat_elems(), workload.dtype);
+    let mut flat = |name| dev.alloc(name, TensorTable::new(shape).flat_elems(), workload.recipe.numerics.dtype);
     let model = Model::new(shape.clone(), flat("weights")?, flat("gradients")?, activations)?;
     let shared = model.shared_activations();
     let layers: Vec<usize> = (0..shape.layers.len()).collect();

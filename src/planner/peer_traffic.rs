@@ -1,9 +1,11 @@
 //! Bytes that ranks exchange in a step, within a process and between processes.
 
-use super::budget::{Rings, Workload, micro_batches_each, sums_within};
+use super::budget::{Rings, Workload, sums_within};
+use super::site::Site;
 use crate::hardware::rates::Rates;
 use crate::memory::RingShape;
 use crate::model::tensors::TensorTable;
+use crate::recipe::{Numerics, StepShape};
 
 /// Bytes of gradients and weights that one rank receives in a step. It sends equally many.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,10 +24,11 @@ impl PeerTraffic {
     /// other ranks, or only from its inter-node peers if groups are summed within processes. New weights of a slice come from the
     /// inter-node peers. All other weights come from ranks of the same process, once, or again with each fetch.
     pub(super) fn of(workload: &Workload, table: &TensorTable, rings: Rings) -> Self {
-        let Workload { partial_sums, gradient_group: group, ranks, processes, dtype, by_nccl, .. } = *workload;
+        let Site { ranks, processes, by_nccl, .. } = *workload.site;
+        let (StepShape { shares: partial_sums, group, .. }, Numerics { dtype, .. }) = (workload.recipe.step, workload.recipe.numerics);
         let (rounds, local_ranks, slice_bytes) = (partial_sums / ranks, ranks / processes, table.flat_elems() / ranks * dtype.bytes());
         let again = rings.weights.map_or(0, |ring| {
-            let micro_batches = micro_batches_each(workload.grad_accum_steps, workload.sequence_ranks, ranks);
+            let micro_batches = workload.recipe.step.micro_batches_each(ranks);
             fetched_elems(table, ring, micro_batches) - ring.ringed_elems
         });
         let again_bytes = again / ranks * dtype.bytes();

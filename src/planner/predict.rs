@@ -1,7 +1,7 @@
 //! Step times predicted from a machine's rates, assuming that everything overlaps: fast enough to compare hundreds of plans. The simulated
 //! device gives precise times.
 
-use super::budget::{Rings, Workload, host_sums, kept_sums, micro_batches_each};
+use super::budget::{Rings, Workload, host_sums, kept_sums};
 use super::passes::PassTimes;
 use super::peer_traffic::PeerTraffic;
 use super::rules::Policy;
@@ -82,14 +82,13 @@ impl<'a> Predictor<'a> {
         activations: &ActivationPlan,
     ) -> Prediction {
         // One rank stands for all: each owns a slice of every bucket, and all work at the same time.
-        let (rates, ranks) = (&self.workload.machine.rates, self.workload.ranks as f64);
-        let Workload { grad_accum_steps, sequence_ranks, .. } = *self.workload;
-        let accum = micro_batches_each(grad_accum_steps, sequence_ranks, self.workload.ranks) as f64;
+        let (rates, ranks) = (&self.workload.site.machine.rates, self.workload.site.ranks as f64);
+        let accum = self.workload.recipe.step.micro_batches_each(self.workload.site.ranks) as f64;
         let offloaded = layout.offloaded_elems() as f64 / ranks;
         let device_elems = layout.flat_elems() as f64 / ranks - offloaded;
         // Adam reads and writes the state, reads a gradient and writes a weight.
-        let state_bytes = self.workload.moments.arrays().state_bytes();
-        let adam_bytes = 2 * state_bytes + 2 * self.workload.dtype.bytes();
+        let state_bytes = self.workload.recipe.numerics.moments.arrays().state_bytes();
+        let adam_bytes = 2 * state_bytes + 2 * self.workload.recipe.numerics.dtype.bytes();
         let passes_s = accum * self.passes.micro_step_s(policies) + self.sums_s(layout.flat_elems());
         let adam_s = device_elems * adam_bytes as f64 / rates.device_bytes_per_s;
         let kept_s = accum * activations.host_bytes().0 as f64 / rates.both_ways_bytes_per_s;
@@ -108,13 +107,14 @@ impl<'a> Predictor<'a> {
             };
         }
         // Both directions carry equally many bytes, unless weights are streamed in both passes of every micro-batch.
-        let streamed = rings.weights.filter(|_| self.workload.ranks == 1).map_or(0.0, |ring| ring.ringed_elems as f64);
+        let streamed = rings.weights.filter(|_| self.workload.site.ranks == 1).map_or(0.0, |ring| ring.ringed_elems as f64);
         let peer_traffic = PeerTraffic::of(self.workload, self.table, rings);
         let (near_s, far_s) = (peer_traffic.near_s(rates), peer_traffic.far_s(rates));
         let (swapped_s, over_hosts_s) = if peer_traffic.by_nccl { (far_s, 0.0) } else { (0.0, far_s) };
         let peers_s = near_s + over_hosts_s;
         let sums_s = self.passing_sums_s(layout, rings);
-        let crossing_s = |elems: f64| kept_s + sums_s + elems * self.workload.link_dtype.bytes() as f64 / rates.both_ways_bytes_per_s;
+        let crossing_s =
+            |elems: f64| kept_s + sums_s + elems * self.workload.protocol.link_dtype.bytes() as f64 / rates.both_ways_bytes_per_s;
         // Transfers through host memory are two consecutive hops.
         let hops_s = if peer_traffic.by_nccl { 0.0 } else { 2.0 * peer_traffic.inter_node as f64 / rates.both_ways_bytes_per_s };
         let beside_peers_s = hops_s + if rates.peer_route == PeerRoute::Own { 0.0 } else { near_s };
@@ -130,7 +130,7 @@ impl<'a> Predictor<'a> {
         // pass hides it.
         let (forward_s, backward_s) = (device_s / 3.0, device_s / 1.5);
         let validated_s = (backward_s.max(pass_link_s) + forward_s.max(stepped_s).max(pass_link_s)).max(peers_s) + start_up_s;
-        if self.workload.rules.policy == Policy::ValidateFirst {
+        if self.workload.protocol.rules.policy == Policy::ValidateFirst {
             return Prediction { device_s, pool_s: stepped_s, link_s, peers_s, step_s: validated_s, validated_s };
         }
         // With a gradient ring the backward pass waits for the pool, so no pool work is left to overlap the next forward pass.
@@ -141,11 +141,11 @@ impl<'a> Predictor<'a> {
 
     /// Seconds from the last gradient to usable weights: one bucket is copied out, stepped and copied back.
     fn start_up_s(&self, layout: &BucketLayout) -> f64 {
-        let (rates, elems) = (&self.workload.machine.rates, layout.bucket_elems() / self.workload.ranks);
+        let (rates, elems) = (&self.workload.site.machine.rates, layout.bucket_elems() / self.workload.site.ranks);
         if layout.offloaded() == 0 {
             return 0.0;
         }
-        let copied = elems * self.workload.link_dtype.bytes();
+        let copied = elems * self.workload.protocol.link_dtype.bytes();
         let stepped_s = (elems * self.stepped_bytes()) as f64 / self.adam_bytes_per_s();
         rates.to_host_s(copied) + rates.wake_up_s + stepped_s + rates.to_device_s(copied)
     }
@@ -153,35 +153,40 @@ impl<'a> Predictor<'a> {
     /// Seconds that sums on the host take on the link in each direction: they cross it with every partial sum except one.
     fn passing_sums_s(&self, layout: &BucketLayout, rings: Rings) -> f64 {
         let [elems, _] = host_sums(layout, rings.sums_on_host);
-        let bytes = 4 * kept_sums((self.workload.partial_sums, self.workload.gradient_group), 1);
-        (elems * bytes * (self.workload.partial_sums - 1)) as f64 / self.workload.machine.rates.both_ways_bytes_per_s
+        let bytes = 4 * kept_sums((self.workload.recipe.step.shares, self.workload.recipe.step.group), 1);
+        (elems * bytes * (self.workload.recipe.step.shares - 1)) as f64 / self.workload.site.machine.rates.both_ways_bytes_per_s
     }
 
     /// Seconds to sum partial sums: each partial sum's gradient of the owned slice is read, and each round reads and writes an fp32 sum.
     fn sums_s(&self, elems: usize) -> f64 {
-        let Workload { partial_sums, ranks, dtype, .. } = *self.workload;
+        let (partial_sums, ranks, dtype) =
+            (self.workload.recipe.step.shares, self.workload.site.ranks, self.workload.recipe.numerics.dtype);
         let bytes = partial_sums * dtype.bytes() + partial_sums / ranks * 2 * 4;
-        if partial_sums > 1 { (elems / ranks * bytes) as f64 / self.workload.machine.rates.device_bytes_per_s } else { 0.0 }
+        if partial_sums > 1 { (elems / ranks * bytes) as f64 / self.workload.site.machine.rates.device_bytes_per_s } else { 0.0 }
     }
 
     /// Bytes per parameter of an update after the verdict: state read and written, gradient read, weight written.
     fn stepped_bytes(&self) -> usize {
-        2 * self.workload.moments.arrays().state_bytes() + 2 * self.workload.link_dtype.bytes()
+        2 * self.workload.recipe.numerics.moments.arrays().state_bytes() + 2 * self.workload.protocol.link_dtype.bytes()
     }
 
     /// Bytes per parameter of a pass that commits one update and speculates on the next, with two gradients.
     fn deferred_bytes(&self) -> usize {
-        self.stepped_bytes() + self.workload.link_dtype.bytes()
+        self.stepped_bytes() + self.workload.protocol.link_dtype.bytes()
     }
 
     fn adam_bytes_per_s(&self) -> f64 {
-        self.workload.machine.rates.adam_bytes_per_s(self.workload.workers, self.workload.isa, self.workload.moments)
+        self.workload.site.machine.rates.adam_bytes_per_s(
+            self.workload.site.threads,
+            self.workload.site.isa,
+            self.workload.recipe.numerics.moments,
+        )
     }
 
     /// Bytes of paged states per second in each direction.
     fn paging_bytes_per_s(&self) -> f64 {
-        let rates = &self.workload.machine.rates;
-        match self.workload.machine.device {
+        let rates = &self.workload.site.machine.rates;
+        match self.workload.site.machine.device {
             DeviceMemory::Own { addressing: Addressing::Managed, .. } => rates.managed_bytes_per_s,
             _ => rates.both_ways_bytes_per_s,
         }

@@ -41,7 +41,7 @@ impl Plan {
             MemorySpace::Host => ("host memory", "free memory, cgroup limit, --host-limit"),
         };
         let [needed, available] = Bytes::apart([shortage.needed, shortage.available]);
-        let cause = format!("{} parameters need {needed}, {available} of {memory} are available ({bounds}); {advice}", self.params);
+        let cause = format!("{} parameters need {needed}, {available} of {memory} are available ({bounds}); {advice}", self.params());
         Err(Error::resource(format!("not enough {memory}"), cause))
     }
 
@@ -55,8 +55,8 @@ impl Plan {
     fn host_shortage(&self, settings: &Settings, shape: &ModelShape) -> Option<Balance> {
         let [_, host] = self.balances();
         let (machine, settings) =
-            (Machine { host_bytes: u64::MAX, ..self.machine.clone() }, Settings { host_limit: None, ..settings.clone() });
-        let other = Plan::new(&settings, shape, &machine, self.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
+            (Machine { host_bytes: u64::MAX, ..self.site.machine.clone() }, Settings { host_limit: None, ..settings.clone() });
+        let other = Plan::new(&settings, shape, &machine, self.site.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
         let [_, needed] = other.balances();
         Some(Balance { available: host.available, ..needed }).filter(|balance| balance.lacking() > 0)
     }
@@ -64,14 +64,15 @@ impl Plan {
     /// The first change of one setting with which the plan fits.
     fn advice(&self, settings: &Settings, shape: &ModelShape) -> Option<String> {
         self.remedies(settings).into_iter().find_map(|(flag, changed)| {
-            let plan = Plan::new(&changed, shape, &self.machine, self.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
+            let plan =
+                Plan::new(&changed, shape, &self.site.machine, self.site.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
             let value = match flag {
-                "resident-buckets" => format!(" {}", plan.layout.buckets_in(Tier::Device).len()),
+                "resident-buckets" => format!(" {}", plan.placement.layout.buckets_in(Tier::Device).len()),
                 "activations" if changed.activations == ActivationsChoice::Auto => " auto".into(),
                 "activations" => " recompute-block".into(),
-                "per-device-train-batch-size" => format!(" {}", plan.batch),
-                "gradient-shares" | "moments bfloat16 --gradient-shares" => format!(" {}", plan.partial_sums),
-                "seq-length" => format!(" {}", plan.seq_length),
+                "per-device-train-batch-size" => format!(" {}", plan.recipe.step.micro_batch),
+                "gradient-shares" | "moments bfloat16 --gradient-shares" => format!(" {}", plan.recipe.step.shares),
+                "seq-length" => format!(" {}", plan.recipe.step.seq_length),
                 _ => String::new(),
             };
             Some(format!("--{flag}{value} would fit"))
@@ -87,15 +88,15 @@ impl Plan {
         };
         let halves = |from: usize, least: usize| std::iter::successors(Some(from / 2), |n| Some(n / 2)).take_while(move |&n| n >= least);
         let smaller = |batch: usize| {
-            let steps = self.micro_batches_of_rank() * self.batch / batch;
+            let steps = self.micro_batches_of_rank() * self.recipe.step.micro_batch / batch;
             with(&|s| {
                 s.per_device_train_batch_size = batch;
                 // Keeps the requested tokens per step.
                 s.gradient_accumulation_steps = s.tokens_per_step.map_or(s.gradient_accumulation_steps, |_| Some(steps));
             })
         };
-        let batches = halves(self.batch, 1).map(|batch| ("per-device-train-batch-size", smaller(batch)));
-        let lengths = halves(self.seq_length, SEQ_LENGTH_MIN).map(|n| ("seq-length", with(&|s| s.seq_length = n)));
+        let batches = halves(self.recipe.step.micro_batch, 1).map(|batch| ("per-device-train-batch-size", smaller(batch)));
+        let lengths = halves(self.recipe.step.seq_length, SEQ_LENGTH_MIN).map(|n| ("seq-length", with(&|s| s.seq_length = n)));
         let mut remedies = vec![
             ("resident-buckets", with(&|s| s.resident_buckets = ResidentBuckets::Auto)),
             ("activations", with(&|s| s.activations = ActivationsChoice::Auto)),
@@ -108,8 +109,8 @@ impl Plan {
         ];
         remedies.extend(batches);
         // fp32 sums may be stored on the host. Gradients of a single share accumulate in place.
-        let is_alone = self.ranks == 1 && self.grad_accum_steps > 1 && self.partial_sums == 1;
-        let partial_sums = settings.gradient_shares.or(is_alone.then_some(self.grad_accum_steps));
+        let is_alone = self.site.ranks == 1 && self.recipe.step.micro_batches > 1 && self.recipe.step.shares == 1;
+        let partial_sums = settings.gradient_shares.or(is_alone.then_some(self.recipe.step.micro_batches));
         remedies.push(("gradient-shares", with(&|s| s.gradient_shares = partial_sums)));
         if settings.rollback == Rollback::Deferred {
             remedies.push(("moments bfloat16", with(&|s| s.moments = Moments::Bfloat16)));

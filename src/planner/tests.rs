@@ -21,13 +21,12 @@ use crate::model::tensors::{Module, TensorTable};
 use crate::optim::moments::Moments;
 use crate::planner::plan::Plan;
 use crate::units::Bytes;
-use proptest::prelude::*;
 use std::path::Path;
 
-const GIB: u64 = 1 << 30;
+pub(super) const GIB: u64 = 1 << 30;
 
 /// One H200 with 16 cores and 128 GB, reduced to the free memory.
-fn h200() -> Machine {
+pub(super) fn h200() -> Machine {
     let device = DeviceMemory::Own { bytes: 139 * GIB + 8 * GIB / 10, addressing: Addressing::Managed };
     Machine { host_bytes: 125 * GIB, kind: DeviceKind::Gpu, device, ..Machine::cpu(16) }
 }
@@ -45,15 +44,15 @@ fn model(architecture: &str, (layers, channels, heads, kv_heads, ffn, vocab, tie
     ModelShape::parse(&config.to_string(), Path::new("config.json")).unwrap()
 }
 
-fn qwen3_4b() -> ModelShape {
+pub(super) fn qwen3_4b() -> ModelShape {
     model("Qwen3ForCausalLM", (36, 2560, 32, 8, 9728, 151_936, true))
 }
 
-fn llama_8b() -> ModelShape {
+pub(super) fn llama_8b() -> ModelShape {
     model("LlamaForCausalLM", (32, 4096, 32, 8, 14_336, 128_256, false))
 }
 
-fn qwen3_14b() -> ModelShape {
+pub(super) fn qwen3_14b() -> ModelShape {
     model("Qwen3ForCausalLM", (40, 5120, 40, 8, 17_408, 151_936, false))
 }
 
@@ -70,11 +69,12 @@ fn each_of_several_gpus_holds_its_own_weights_and_its_part_of_the_states() {
     for gpus in 1..=4 {
         let settings = Settings { gpus, activations: ActivationsChoice::RecomputeBlock, ..settings() };
         let plan = Plan::new(&settings, &shape, &of_four(gpus), false).unwrap();
-        let class = |name| plan.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes as u64);
+        let class = |name| plan.forecast.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes as u64);
         let [device, host] = plan.balances();
-        let bytes_at = |space| plan.memory.iter().filter(|class| class.space == space).map(|class| class.bytes as u64).sum::<u64>();
+        let bytes_at =
+            |space| plan.forecast.memory.iter().filter(|class| class.space == space).map(|class| class.bytes as u64).sum::<u64>();
         assert_eq!(device.needed, bytes_at(MemorySpace::Device).div_ceil(gpus as u64), "{gpus}");
-        assert_eq!(host.needed, bytes_at(MemorySpace::Host) + plan.transient_bytes, "{gpus}");
+        assert_eq!(host.needed, bytes_at(MemorySpace::Host) + plan.forecast.transient_bytes, "{gpus}");
         assert!(device.lacking() == 0 && host.lacking() == 0 && device.available == 150_100_000_000, "{plan}");
         assert!(class("weights") >= gpus as u64 * 2 * flat && class("peers' gradients") > 0 || gpus == 1, "{plan}");
         let states = class("resident p, m, v") + class("offloaded p, m, v");
@@ -93,14 +93,14 @@ fn several_gpus_replicate_their_weights_while_those_fit_and_shard_them_else() {
         let settings = Settings { gpus, hbm_limit: Some(Bytes(gib << 30)), ..settings() };
         Plan::new(&settings, &qwen3_4b(), &of_four(gpus).limited(&settings), false).unwrap()
     };
-    let class = |plan: &Plan, name| plan.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
+    let class = |plan: &Plan, name| plan.forecast.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
     let replicated = plan(2, 80);
-    assert!(replicated.weight_ring.is_none() && replicated.shortage().is_none() && class(&replicated, "weight slices") == 0);
+    assert!(replicated.placement.rings.weights.is_none() && replicated.shortage().is_none() && class(&replicated, "weight slices") == 0);
     let sharded = plan(2, 16);
-    assert_eq!((sharded.weight_ring.is_some(), sharded.shortage().is_none()), (FLOW, FLOW), "{sharded}");
+    assert_eq!((sharded.placement.rings.weights.is_some(), sharded.shortage().is_none()), (FLOW, FLOW), "{sharded}");
     if FLOW {
         // Each device holds its half of the streamed weights, and a ring in their place.
-        let streamed = 2 * sharded.weight_ring.unwrap().ringed_elems;
+        let streamed = 2 * sharded.placement.rings.weights.unwrap().ringed_elems;
         let slices = class(&sharded, "weight slices");
         assert!((streamed..streamed + (64 << 20)).contains(&slices), "{slices} of {streamed}: {sharded}");
         assert!(class(&sharded, "weights") + slices < class(&replicated, "weights"), "{sharded}");
@@ -108,7 +108,7 @@ fn several_gpus_replicate_their_weights_while_those_fit_and_shard_them_else() {
     }
     let settings = Settings { hbm_limit: Some(Bytes(8 << 30)), ..settings() };
     let alone = Plan::new(&settings, &qwen3_4b(), &of_four(1).limited(&settings), false).unwrap();
-    assert_eq!(alone.weight_ring.is_some(), FLOW, "{alone}");
+    assert_eq!(alone.placement.rings.weights.is_some(), FLOW, "{alone}");
 }
 
 /// Llama-8B with all activations kept: layer products take 1009 of 1351 ms. Quantization costs a part of the gain.
@@ -119,9 +119,9 @@ fn products_in_fp8_take_less_time_and_memory_of_their_own() {
         Plan::new(&settings, &llama_8b(), machine, false).unwrap()
     };
     let (plain, fp8) = (plan(None, &h200()), plan(Some(MatmulDtype::Fp8), &h200()));
-    let saved_s = plain.predicted.unwrap().device_s - fp8.predicted.unwrap().device_s;
+    let saved_s = plain.forecast.predicted.unwrap().device_s - fp8.forecast.predicted.unwrap().device_s;
     assert!((0.25..0.45).contains(&saved_s), "{saved_s}: {fp8}");
-    let activations = |plan: &Plan| plan.memory.iter().find(|class| class.name == "activations").map_or(0, |class| class.bytes);
+    let activations = |plan: &Plan| plan.forecast.memory.iter().find(|class| class.name == "activations").map_or(0, |class| class.bytes);
     // Additional memory: gate and up (28,672 columns) twice, the input of the last matrix once, and scales. Savings: norms and activations
     // of 32 layers have 8 bits instead of 16, and one more 16-bit set is shared.
     let (tokens, scales, cheap) = (4 * 4096, 4 * 32 * 48, 2 * 4096 + 14_336);
@@ -188,16 +188,19 @@ fn gpus_of_each_process_share_its_weights_where_they_do_not_fit_on_each() {
     };
     let [replicated, auto] = [WeightsChoice::Replicated, WeightsChoice::Auto].map(plan);
     assert!(replicated.shortage().is_some(), "{replicated}");
-    assert_eq!((auto.weight_ring.is_some(), auto.shortage().is_none()), (FLOW, FLOW), "{auto}");
+    assert_eq!((auto.placement.rings.weights.is_some(), auto.shortage().is_none()), (FLOW, FLOW), "{auto}");
     if FLOW {
-        let class = |plan: &Plan, name| plan.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes / 16);
-        let (streamed, slices) = (2 * auto.weight_ring.unwrap().ringed_elems, class(&auto, "weight slices"));
+        let class = |plan: &Plan, name| plan.forecast.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes / 16);
+        let (streamed, slices) = (2 * auto.placement.rings.weights.unwrap().ringed_elems, class(&auto, "weight slices"));
         assert!((streamed / 4..streamed / 4 + (64 << 20)).contains(&slices), "{slices} of {streamed}: {auto}");
         assert!(class(&auto, "weights") + slices < class(&replicated, "weights") / 3, "{auto}");
         assert!(auto.to_string().contains("stream from the slices that the GPUs of each process have"), "{auto}");
         // Three quarters of the streamed weights are fetched once more, except the part that the ring still holds.
-        let again = (auto.peer_traffic.intra_node - replicated.peer_traffic.intra_node) as f64 / (0.75 * streamed as f64);
-        assert!(auto.peer_traffic.inter_node == replicated.peer_traffic.inter_node && (0.9..1.0).contains(&again), "{again}");
+        let again = (auto.forecast.peer_traffic.intra_node - replicated.forecast.peer_traffic.intra_node) as f64 / (0.75 * streamed as f64);
+        assert!(
+            auto.forecast.peer_traffic.inter_node == replicated.forecast.peer_traffic.inter_node && (0.9..1.0).contains(&again),
+            "{again}"
+        );
     }
     let alone = Settings { gpus: 1, processes: 4, weights: WeightsChoice::Sharded, ..settings() };
     let refused = Plan::new(&alone, &shape, &Machine::of_run(&profile, &alone).unwrap(), false).unwrap_err().to_string();
@@ -226,17 +229,18 @@ fn gpus_of_all_processes_share_weights_of_which_a_part_of_a_process_is_too_much(
             assert_eq!(refusal.contains("--weights fully-sharded would fit"), FLOW, "{model} {weights:?}: {refusal}");
         }
         let (auto, fits) = plan(model, gpus, Auto);
-        assert_eq!([auto.fully_sharded, fits.is_ok()], [FLOW; 2], "{auto}");
+        assert_eq!([auto.placement.rings.fully_sharded, fits.is_ok()], [FLOW; 2], "{auto}");
         if FLOW {
-            let class = |name| auto.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes / auto.ranks);
-            let (part, slices) = (2 * auto.weight_ring.unwrap().ringed_elems / auto.ranks, class("weight slices"));
+            let class =
+                |name| auto.forecast.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes / auto.site.ranks);
+            let (part, slices) = (2 * auto.placement.rings.weights.unwrap().ringed_elems / auto.site.ranks, class("weight slices"));
             assert!((part..part + (64 << 20)).contains(&slices), "{slices} of {part}: {auto}");
             assert!(auto.to_string().contains("the slices of all GPUs, those of other processes over the network"), "{auto}");
         }
     }
 }
 
-fn settings() -> Settings {
+pub(super) fn settings() -> Settings {
     Settings { per_device_train_batch_size: 4, seq_length: 4096, ..Settings::default() }
 }
 
@@ -256,15 +260,15 @@ fn refusal(shape: &ModelShape, settings: &Settings) -> String {
 }
 
 fn kept(plan: &Plan) -> usize {
-    plan.layer_policies.iter().filter(|policy| **policy == LayerPolicy::Keep).count()
+    plan.placement.layer_policies.iter().filter(|policy| **policy == LayerPolicy::Keep).count()
 }
 
 fn resident(plan: &Plan) -> usize {
-    plan.layout.count() - plan.layout.offloaded()
+    plan.placement.layout.count() - plan.placement.layout.offloaded()
 }
 
 fn on_device(plan: &Plan, class: &str) -> f64 {
-    let found = plan.memory.iter().find(|c| c.space == MemorySpace::Device && c.name == class);
+    let found = plan.forecast.memory.iter().find(|c| c.space == MemorySpace::Device && c.name == class);
     found.map_or(0.0, |c| c.bytes as f64 / GIB as f64)
 }
 
@@ -277,29 +281,29 @@ const FLOW: bool = cfg!(feature = "weight-flow");
 #[test]
 fn a_4b_model_stays_on_the_device_and_the_plan_shows_it() {
     let plan = fitting(&qwen3_4b(), &settings());
-    assert_eq!((plan.layout.offloaded() == 0, kept(&plan)), (REPARTITION, 36), "{plan}");
+    assert_eq!((plan.placement.layout.offloaded() == 0, kept(&plan)), (REPARTITION, 36), "{plan}");
     assert_eq!(plan.to_string().contains("fits without offload: every optimizer state stays on the device"), REPARTITION, "{plan}");
-    assert_eq!((plan.loss_tile.rows, plan.loss_tile.vocab), (2048, 151_936), "{plan}");
+    assert_eq!((plan.recipe.numerics.loss_tile.rows, plan.recipe.numerics.loss_tile.vocab), (2048, 151_936), "{plan}");
     assert!(plan.to_string().contains("36 layers: 36 keep"), "{plan}");
     let offloaded = fitting(&qwen3_4b(), &Settings { resident_buckets: ResidentBuckets::Count(0), ..settings() });
-    assert_eq!(offloaded.layout.offloaded(), offloaded.layout.count());
+    assert_eq!(offloaded.placement.layout.offloaded(), offloaded.placement.layout.count());
 }
 
 #[test]
 fn an_8b_model_computes_cheap_parts_again_for_more_resident_states() {
     let plan = fitting(&llama_8b(), &settings());
-    assert!(plan.layer_policies.iter().all(|policy| matches!(policy, LayerPolicy::Keep | LayerPolicy::RecomputeCheap)), "{plan}");
+    assert!(plan.placement.layer_policies.iter().all(|policy| matches!(policy, LayerPolicy::Keep | LayerPolicy::RecomputeCheap)), "{plan}");
     if REPARTITION {
-        assert!((0.2..0.8).contains(&(resident(&plan) as f64 / plan.layout.count() as f64)), "{plan}");
+        assert!((0.2..0.8).contains(&(resident(&plan) as f64 / plan.placement.layout.count() as f64)), "{plan}");
         let free = 139.8 - plan.bytes_at(MemorySpace::Device) as f64 / GIB as f64;
         assert!(free < 1.0, "what is free holds another bucket: {plan}");
         // The device's work is the lower bound of the step.
-        let predicted = plan.predicted.unwrap();
+        let predicted = plan.forecast.predicted.unwrap();
         assert!(predicted.pool_s < predicted.device_s && (1.0..1.6).contains(&predicted.step_s), "{plan}");
         // The chosen plan costs 3 % of an unclipped step, and a step that waits for its verdict is a fifth shorter.
-        let keep = fitting(&llama_8b(), &Settings { activations: ActivationsChoice::Keep, ..settings() }).predicted.unwrap();
+        let keep = fitting(&llama_8b(), &Settings { activations: ActivationsChoice::Keep, ..settings() }).forecast.predicted.unwrap();
         assert!(predicted.step_s < 1.04 * keep.step_s && predicted.validated_s < 0.85 * keep.validated_s, "{plan}");
-        let waits = fitting(&llama_8b(), &Settings { strategy: Strategy::ZeroOffload, ..settings() }).predicted.unwrap();
+        let waits = fitting(&llama_8b(), &Settings { strategy: Strategy::ZeroOffload, ..settings() }).forecast.predicted.unwrap();
         assert_eq!(waits.step_s, waits.validated_s);
     }
 }
@@ -314,7 +318,7 @@ fn a_limit_makes_a_smaller_machine() {
         let [small, large] = [&pair[1], &pair[0]].map(|plan| plan.bytes_at(MemorySpace::Device));
         assert!(small < large || (!REPARTITION && small == large), "{}\n{}", pair[0], pair[1]);
         // A resident optimizer costs little device time.
-        assert!(pair[1].predicted.unwrap().step_s > 0.97 * pair[0].predicted.unwrap().step_s, "{}\n{}", pair[0], pair[1]);
+        assert!(pair[1].forecast.predicted.unwrap().step_s > 0.97 * pair[0].forecast.predicted.unwrap().step_s, "{}\n{}", pair[0], pair[1]);
     }
     assert!(plans[3].bytes_at(MemorySpace::Device) <= 80 * GIB && kept(&plans[3]) < 32, "{}", plans[3]);
     if REPARTITION {
@@ -331,7 +335,7 @@ fn a_14b_model_fits_both_memories() {
         return;
     }
     let plan = fitting(&qwen3_14b(), &settings());
-    assert!(resident(&plan) > 0 && plan.layout.offloaded() > 0 && kept(&plan) < 40, "{plan}");
+    assert!(resident(&plan) > 0 && plan.placement.layout.offloaded() > 0 && kept(&plan) < 40, "{plan}");
 }
 
 #[test]
@@ -344,14 +348,14 @@ fn requested_settings_are_planned() {
         (ActivationsChoice::Host, LayerPolicy::Host),
     ] {
         let requested = Settings { activations, ..settings() };
-        assert!(plan(&llama_8b(), &requested).layer_policies.iter().all(|p| *p == policy));
+        assert!(plan(&llama_8b(), &requested).placement.layer_policies.iter().all(|p| *p == policy));
         let demo = Plan::new(&Settings { activations, ..Settings::demo() }, &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
-        assert_eq!(demo.layer_policies, [policy; 6]);
+        assert_eq!(demo.placement.layer_policies, [policy; 6]);
     }
     let count = |resident_buckets| resident(&plan(&llama_8b(), &Settings { resident_buckets, ..settings() }));
     assert_eq!(count(ResidentBuckets::Count(0)), 0);
     if REPARTITION {
-        let all = plan(&llama_8b(), &settings()).layout.count();
+        let all = plan(&llama_8b(), &settings()).placement.layout.count();
         assert_eq!((count(ResidentBuckets::Count(7)), count(ResidentBuckets::All)), (7, all));
     }
 }
@@ -361,11 +365,11 @@ fn unified_states_need_a_window_and_the_link_and_nothing_else() {
     let unified = |more: Settings| Settings { memory: HostMemoryKind::Unified, ..more };
     let none = Settings { resident_buckets: ResidentBuckets::Count(0), ..settings() };
     let (paged, pinned) = (fitting(&llama_8b(), &unified(none.clone())), fitting(&llama_8b(), &none));
-    let layout = &paged.layout;
-    let away = |plan: &Plan| plan.layout.buckets_in(Tier::Unified).len();
+    let layout = &paged.placement.layout;
+    let away = |plan: &Plan| plan.placement.layout.buckets_in(Tier::Unified).len();
     assert_eq!((layout.offloaded(), away(&paged), layout.elems_in(Tier::Unified)), (0, layout.count(), 0..layout.flat_elems()));
-    assert!(!paged.techniques.stv && paged.grad_slots == 0 && paged.grad_ring.is_none(), "{paged}");
-    let on_host: Vec<_> = paged.memory.iter().filter(|c| c.space == MemorySpace::Host).map(|c| (c.name, c.bytes)).collect();
+    assert!(!paged.protocol.techniques.stv && paged.placement.grad_slots == 0 && paged.placement.rings.grads.is_none(), "{paged}");
+    let on_host: Vec<_> = paged.forecast.memory.iter().filter(|c| c.space == MemorySpace::Host).map(|c| (c.name, c.bytes)).collect();
     assert_eq!(on_host[0], ("paged p, m, v", 12 * layout.flat_elems()));
     assert!(!on_host.iter().any(|class| class.0.contains("slots")) && on_device(&pinned, "paged states here") == 0.0, "{paged}");
     let window = on_device(&paged, "paged states here") * GIB as f64 / (4 * layout.bucket_elems()) as f64;
@@ -373,7 +377,7 @@ fn unified_states_need_a_window_and_the_link_and_nothing_else() {
     let text = paged.to_string();
     assert!(text.contains(&format!("all stepped on the device; states of {} are unified: managed memory", away(&paged))), "{text}");
     // 96 GB in each direction at 50 GB/s, of which the optimizer's own 0.06 s hide little.
-    let (paged_s, pinned_s) = (paged.predicted.unwrap(), pinned.predicted.unwrap());
+    let (paged_s, pinned_s) = (paged.forecast.predicted.unwrap(), pinned.forecast.predicted.unwrap());
     assert!((7.4..7.7).contains(&paged_s.link_s) && paged_s.pool_s == 0.0 && paged_s.step_s == paged_s.validated_s, "{paged}");
     assert!(paged_s.step_s > paged_s.link_s + 0.8 * pinned_s.device_s, "{paged}\n{pinned}");
 
@@ -383,10 +387,10 @@ fn unified_states_need_a_window_and_the_link_and_nothing_else() {
     if REPARTITION {
         // Paging is so slow that recomputing blocks is faster, as long as that makes room for all states.
         let best = fitting(&llama_8b(), &unified(settings()));
-        assert!(away(&best) == 0 && best.layer_policies.contains(&LayerPolicy::RecomputeBlock), "{best}");
-        assert!(best.predicted.unwrap().step_s < paged_s.step_s, "{best}");
+        assert!(away(&best) == 0 && best.placement.layer_policies.contains(&LayerPolicy::RecomputeBlock), "{best}");
+        assert!(best.forecast.predicted.unwrap().step_s < paged_s.step_s, "{best}");
         let tight = fitting(&llama_8b(), &unified(Settings { hbm_limit: Some(Bytes(100 * GIB)), ..settings() }));
-        assert!((1..tight.layout.count()).contains(&away(&tight)), "{tight}");
+        assert!((1..tight.placement.layout.count()).contains(&away(&tight)), "{tight}");
         let small = fitting(&qwen3_4b(), &unified(settings()));
         assert!(away(&small) == 0 && small.to_string().contains("fits without offload"), "{small}");
     }
@@ -405,7 +409,7 @@ fn a_gpu_plan_counts_its_workspaces() {
     assert_eq!(["matrix workspace", "kernel scratch"].map(|class| on_device(&plan, class)), [1.0 / 16.0; 2]);
     assert_eq!(on_device(&plan, "context, libraries"), 1.0);
     let on_cpu = Plan::new(&settings(), &llama_8b(), &Machine::cpu(2), true).unwrap();
-    assert!(!on_cpu.memory.iter().any(|class| class.name.contains("workspace") || class.name.contains("context")));
+    assert!(!on_cpu.forecast.memory.iter().any(|class| class.name.contains("workspace") || class.name.contains("context")));
 }
 
 /// A sequence for which the scores of one key head's queries alone would take 137 GB.
@@ -415,10 +419,14 @@ fn a_long_sequence_goes_back_in_blocks_and_fits() {
         plan(&llama_8b(), &Settings { seq_length: 131_072, nondeterministic, per_device_train_batch_size: 1, ..settings() })
     };
     let (blocks, whole) = (long(false), long(true));
-    assert_eq!((blocks.attention_block, whole.attention_block), (Some(16_384), None));
-    assert!([&blocks, &whole].iter().all(|plan| plan.mlp_tile == Some(32_768) && plan.to_string().contains("tiles of 32768 tokens")));
+    assert_eq!((blocks.recipe.numerics.attention_block, whole.recipe.numerics.attention_block), (Some(16_384), None));
+    assert!(
+        [&blocks, &whole]
+            .iter()
+            .all(|plan| plan.recipe.numerics.mlp_tile == Some(32_768) && plan.to_string().contains("tiles of 32768 tokens"))
+    );
     assert!(on_device(&blocks, "attention workspace") < 4.6, "{blocks}");
-    assert!(blocks.layer_policies.contains(&LayerPolicy::HostAttention), "{blocks}");
+    assert!(blocks.placement.layer_policies.contains(&LayerPolicy::HostAttention), "{blocks}");
     assert!(
         blocks.shortage().is_none() && blocks.to_string().contains("\n  attention   backward pass in blocks of 16384 queries and keys"),
         "{blocks}"
@@ -430,10 +438,13 @@ fn a_long_sequence_goes_back_in_blocks_and_fits() {
         Plan::new(&settings, &llama_8b(), &machine, false).unwrap()
     };
     let (alone, shared) = (of_four(1, 131_072), of_four(4, 524_288));
-    let is_away = |plan: &Plan| plan.layer_policies.contains(&LayerPolicy::HostAttention);
+    let is_away = |plan: &Plan| plan.placement.layer_policies.contains(&LayerPolicy::HostAttention);
     assert!(is_away(&alone) && is_away(&shared), "{alone}\n{shared}");
     let short = plan(&llama_8b(), &Settings { hbm_limit: Some(Bytes(60 * GIB)), ..settings() });
-    assert!(short.attention_block.is_none() && !short.layer_policies.contains(&LayerPolicy::HostAttention), "{short}");
+    assert!(
+        short.recipe.numerics.attention_block.is_none() && !short.placement.layer_policies.contains(&LayerPolicy::HostAttention),
+        "{short}"
+    );
 }
 
 #[test]
@@ -441,14 +452,14 @@ fn a_gpu_that_shares_the_hosts_memory_is_a_gpu() {
     let machine = Machine::of(&Profile::load("mi300a").unwrap());
     assert_eq!((machine.kind, machine.device), (DeviceKind::Gpu, DeviceMemory::Shared));
     let plan = Plan::new(&settings(), &qwen3_4b(), &machine, false).unwrap();
-    assert!(matches!(plan.attention, Attention::Cudnn { .. }) && plan.predicted.is_some(), "{plan}");
-    assert!(plan.threads < machine.cpus && on_device(&plan, "context, libraries") > 0.0, "{plan}");
+    assert!(matches!(plan.recipe.numerics.attention, Attention::Cudnn { .. }) && plan.forecast.predicted.is_some(), "{plan}");
+    assert!(plan.site.threads < machine.cpus && on_device(&plan, "context, libraries") > 0.0, "{plan}");
     // Offloading to the same memory saves nothing.
-    assert_eq!(plan.layout.offloaded() == 0, REPARTITION, "{plan}");
+    assert_eq!(plan.placement.layout.offloaded() == 0, REPARTITION, "{plan}");
     let [device, host] = plan.balances();
     assert_eq!(
         (device.needed, host.needed),
-        (0, plan.bytes_at(MemorySpace::Device) + plan.bytes_at(MemorySpace::Host) + plan.transient_bytes)
+        (0, plan.bytes_at(MemorySpace::Device) + plan.bytes_at(MemorySpace::Host) + plan.forecast.transient_bytes)
     );
     assert!(plan.shortage().is_none() && plan.to_string().contains("host memory, compute"), "{plan}");
 }
@@ -456,10 +467,10 @@ fn a_gpu_that_shares_the_hosts_memory_is_a_gpu() {
 #[test]
 fn offload_takes_14_bytes_a_parameter_of_host_memory_and_the_ring() {
     let plan = fitting(&llama_8b(), &Settings { resident_buckets: ResidentBuckets::Count(0), ..settings() });
-    let host = |class: &str| plan.memory.iter().find(|c| c.space == MemorySpace::Host && c.name == class).unwrap().bytes;
-    assert_eq!(host("offloaded p, m, v"), 12 * plan.layout.flat_elems());
-    let (retained, lent) = (plan.layout.count(), if cfg!(feature = "stv") { plan.param_slots } else { 0 });
-    assert_eq!(host("gradient slots"), (retained + lent) * plan.layout.bucket_elems() * 2);
+    let host = |class: &str| plan.forecast.memory.iter().find(|c| c.space == MemorySpace::Host && c.name == class).unwrap().bytes;
+    assert_eq!(host("offloaded p, m, v"), 12 * plan.placement.layout.flat_elems());
+    let (retained, lent) = (plan.placement.layout.count(), if cfg!(feature = "stv") { plan.placement.param_slots } else { 0 });
+    assert_eq!(host("gradient slots"), (retained + lent) * plan.placement.layout.bucket_elems() * 2);
 }
 
 #[test]
@@ -515,9 +526,9 @@ fn a_model_whose_states_fit_only_in_16_bits_gets_this_advice() {
     let shape = model("LlamaForCausalLM", (44, 6144, 48, 8, 16_384, 151_936, false));
     assert!(refusal(&shape, &settings()).contains("; --moments bfloat16 would fit"), "{}", refusal(&shape, &settings()));
     let packed = fitting(&shape, &Settings { moments: Moments::Bfloat16, ..settings() });
-    let class = |name: &str| packed.memory.iter().find(|class| class.name == name).unwrap().bytes;
-    let offloaded = packed.layout.offloaded_elems();
-    assert_eq!(class("offloaded p, m, v") + class("resident p, m, v"), 8 * packed.layout.flat_elems());
+    let class = |name: &str| packed.forecast.memory.iter().find(|class| class.name == name).unwrap().bytes;
+    let offloaded = packed.placement.layout.offloaded_elems();
+    assert_eq!(class("offloaded p, m, v") + class("resident p, m, v"), 8 * packed.placement.layout.flat_elems());
     assert_eq!(class("offloaded p, m, v"), 8 * offloaded);
     assert!(packed.to_string().contains(", moments in bfloat16; clip above"), "{packed}");
     let inverse = Settings { rollback: Rollback::Inverse, ..settings() };
@@ -562,8 +573,8 @@ fn weights_that_do_not_fit_are_streamed() {
     let shape = llama_8b();
     let limited = |gib| Settings { hbm_limit: Some(Bytes(gib * GIB)), ..settings() };
     let (roomy, tight) = (fitting(&shape, &limited(40)), fitting(&shape, &limited(22)));
-    assert!(roomy.weight_ring.is_none() && tight.bytes_at(MemorySpace::Device) <= 22 * GIB, "{tight}");
-    let ring = tight.weight_ring.unwrap();
+    assert!(roomy.placement.rings.weights.is_none() && tight.bytes_at(MemorySpace::Device) <= 22 * GIB, "{tight}");
+    let ring = tight.placement.rings.weights.unwrap();
     // The ring holds two layers, or the head and a layer, in whole chunks. The embeddings are resident or stay outside.
     let table = TensorTable::new(&shape);
     let [head, layer, embed] = [Module::Head, Module::Layer(31), Module::Embed].map(|module| table.module_range(module));
@@ -572,12 +583,15 @@ fn weights_that_do_not_fit_are_streamed() {
     let whole_chunks = (2 * table.flat_elems()).next_multiple_of(32 << 20);
     assert_eq!((on_device(&tight, "weights") * GIB as f64) as usize, whole_chunks - 2 * (ring.ringed_elems - ring.period_elems));
     // Each bucket has a permanent host slot instead of a few shared slots.
-    assert_eq!(tight.param_slots, tight.layout.offloaded());
-    let streamed = tight.memory.iter().find(|class| class.name == "streamed weights").unwrap();
-    assert_eq!((streamed.space, streamed.bytes), (MemorySpace::Host, 2 * tight.layout.offloaded() * tight.layout.bucket_elems()));
-    assert!(!tight.memory.iter().any(|class| class.name == "parameter slots"));
+    assert_eq!(tight.placement.param_slots, tight.placement.layout.offloaded());
+    let streamed = tight.forecast.memory.iter().find(|class| class.name == "streamed weights").unwrap();
+    assert_eq!(
+        (streamed.space, streamed.bytes),
+        (MemorySpace::Host, 2 * tight.placement.layout.offloaded() * tight.placement.layout.bucket_elems())
+    );
+    assert!(!tight.forecast.memory.iter().any(|class| class.name == "parameter slots"));
     // Each pass copies the weights over the link at 50 GB/s.
-    let predicted = tight.predicted.unwrap();
+    let predicted = tight.forecast.predicted.unwrap();
     assert!(predicted.link_s > (4 * ring.ringed_elems) as f64 / 50e9 && predicted.step_s >= predicted.link_s, "{tight}");
     let text = tight.to_string();
     assert!(text.contains("stream from host memory through a ring of 1.4 GiB, forward and backward"), "{text}");
@@ -597,13 +611,14 @@ fn sums_that_do_not_fit_the_device_lie_on_the_host() {
         let limited =
             |settings: &Settings| Settings { hbm_limit: Some(Bytes(gpu * GIB)), host_limit: Some(Bytes(host * GIB)), ..settings.clone() };
         let plan = fitting(&shape, &limited(&packed));
-        let class = |name: &str| plan.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
-        let (flat, offloaded, bucket) = (plan.layout.flat_elems(), plan.layout.offloaded_elems(), plan.layout.bucket_elems());
-        assert!(plan.sums_on_host && plan.grad_ring.is_some(), "{plan}");
+        let class = |name: &str| plan.forecast.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
+        let (flat, offloaded, bucket) =
+            (plan.placement.layout.flat_elems(), plan.placement.layout.offloaded_elems(), plan.placement.layout.bucket_elems());
+        assert!(plan.placement.rings.sums_on_host && plan.placement.rings.grads.is_some(), "{plan}");
         assert_eq!((class("gradients' sums"), class("gradient sums")), (4 * offloaded, 4 * (flat - offloaded)), "{plan}");
         assert_eq!(class("passing sums"), 3 * 4 * bucket, "{plan}");
         // The sums cross the link 31 times in each direction.
-        let predicted = plan.predicted.unwrap();
+        let predicted = plan.forecast.predicted.unwrap();
         assert!(predicted.link_s > 31.0 * (4 * offloaded) as f64 / 51e9 && predicted.step_s >= predicted.link_s, "{plan}");
         assert!(plan.to_string().contains(" of gradient sums are kept in host memory and added on the device"), "{plan}");
         // fp32 moments do not fit next to the sums, and a single share, which accumulates on the device, does not fit either.
@@ -625,7 +640,8 @@ fn sums_are_kept_where_a_round_is_not_the_step_and_twice_where_it_ends_within_a_
     let sums = |gradient_group| {
         let settings = Settings { gradient_shares: Some(4), gradient_group, ..settings() };
         let plan = plan(&llama_8b(), &settings);
-        plan.memory
+        plan.forecast
+            .memory
             .iter()
             .filter(|class| ["gradient sums", "gradients' sums"].contains(&class.name))
             .map(|class| class.bytes)
@@ -641,14 +657,18 @@ fn sums_stay_on_the_device_while_they_fit() {
     let plan = |gib| plan(&llama_8b(), &Settings { hbm_limit: Some(Bytes(gib * GIB)), ..shares.clone() });
     let plans: Vec<_> = [139, 100, 70, 60, 50, 40, 30].map(plan).into_iter().collect();
     for plan in &plans {
-        let on_device = plan.memory.iter().find(|class| class.name == "gradient sums").map_or(0, |class| class.bytes);
-        assert_eq!(plan.sums_on_host, on_device < 4 * plan.layout.flat_elems(), "{plan}");
+        let on_device = plan.forecast.memory.iter().find(|class| class.name == "gradient sums").map_or(0, |class| class.bytes);
+        assert_eq!(plan.placement.rings.sums_on_host, on_device < 4 * plan.placement.layout.flat_elems(), "{plan}");
     }
-    assert!(!plans[..4].iter().any(|plan| plan.sums_on_host) && plans.is_sorted_by_key(|plan| plan.sums_on_host), "{plans:?}");
+    assert!(
+        !plans[..4].iter().any(|plan| plan.placement.rings.sums_on_host)
+            && plans.is_sorted_by_key(|plan| plan.placement.rings.sums_on_host),
+        "{plans:?}"
+    );
     let several = Settings { gpus: 2, gradient_shares: Some(8), ..settings() };
-    assert!(!Plan::new(&several, &llama_8b(), &of_four(2), false).unwrap().sums_on_host);
+    assert!(!Plan::new(&several, &llama_8b(), &of_four(2), false).unwrap().placement.rings.sums_on_host);
     let on_cpus = Settings { gradient_shares: Some(8), ..Settings::demo() };
-    assert!(!Plan::new(&on_cpus, &ModelShape::demo(), &Machine::cpu(2), false).unwrap().sums_on_host);
+    assert!(!Plan::new(&on_cpus, &ModelShape::demo(), &Machine::cpu(2), false).unwrap().placement.rings.sums_on_host);
 }
 
 #[test]
@@ -659,12 +679,12 @@ fn streaming_can_be_requested_and_refused() {
         return assert!(refused(settings()).starts_with("--weights flow needs the technique weight-flow"));
     }
     let requested = fitting(&qwen3_4b(), &flow(settings()));
-    let streamed = requested.weight_ring.unwrap().ringed_elems;
+    let streamed = requested.placement.rings.weights.unwrap().ringed_elems;
     // The pool steps streamed buckets. The tied embedding, which is also the output matrix, may be resident.
-    assert!(requested.layout.offloaded_elems() >= streamed && (resident(&requested) > 0) == REPARTITION, "{requested}");
+    assert!(requested.placement.layout.offloaded_elems() >= streamed && (resident(&requested) > 0) == REPARTITION, "{requested}");
     let few = Settings { resident_buckets: ResidentBuckets::Count(100), ..settings() };
     if REPARTITION {
-        assert!((1..streamed).contains(&fitting(&qwen3_4b(), &flow(few)).weight_ring.unwrap().ringed_elems));
+        assert!((1..streamed).contains(&fitting(&qwen3_4b(), &flow(few)).placement.rings.weights.unwrap().ringed_elems));
     }
     for (more, why) in [
         (Settings { without: vec![Technique::WeightFlow], ..settings() }, "needs the technique weight-flow"),
@@ -684,7 +704,7 @@ fn streaming_can_be_requested_and_refused() {
     assert!(small.contains("no memory would be saved"), "{small}");
     // On the CPU, where ring chunks are small.
     let demo = |weights| Plan::new(&Settings { weights, ..Settings::demo() }, &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
-    assert!(demo(WeightsChoice::Flow).weight_ring.is_some() && demo(WeightsChoice::Auto).weight_ring.is_none());
+    assert!(demo(WeightsChoice::Flow).placement.rings.weights.is_some() && demo(WeightsChoice::Auto).placement.rings.weights.is_none());
 }
 
 #[cfg(feature = "stv")]
@@ -692,7 +712,7 @@ fn streaming_can_be_requested_and_refused() {
 fn a_tied_embedding_leaves_early_where_few_of_its_rows_can_be_of_a_batch() {
     let none = ResidentBuckets::Count(0);
     let plan = |shape: &ModelShape, more: Settings| Plan::new(&Settings { resident_buckets: none, ..more }, shape, &h200(), false);
-    let early = |shape: &ModelShape, more: Settings| plan(shape, more).unwrap().layout.early();
+    let early = |shape: &ModelShape, more: Settings| plan(shape, more).unwrap().placement.layout.early();
     let many = Settings { per_device_train_batch_size: 24, ..settings() };
     let with = |early_rows, more: Settings| Settings { early_rows, ..more };
     assert_eq!(early(&qwen3_4b(), settings()), 109..120, "not the one that begins in a layer");
@@ -710,7 +730,7 @@ fn a_tied_embedding_leaves_early_where_few_of_its_rows_can_be_of_a_batch() {
         let message = plan(&shape, with(EarlyRows::On, more)).unwrap_err().to_string();
         assert!(message.starts_with("--early-rows on: ") && message.contains(why), "{message}");
     }
-    let layout = plan(&qwen3_4b(), settings()).unwrap().layout;
+    let layout = plan(&qwen3_4b(), settings()).unwrap().placement.layout;
     assert_eq!((layout.with_resident(4).early(), layout.with_resident(100).early().len()), (109..116, 0), "as far as the pool steps them");
 }
 
@@ -735,9 +755,9 @@ fn cudnn_keeps_documents_of_a_row_apart_in_memory_that_is_planned() {
         let settings = Settings { packing, per_device_train_batch_size: 4, ..settings() };
         Plan::new(&settings, &llama_8b(), &h200(), false).unwrap()
     };
-    let bytes = |plan: &Plan, name| plan.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
+    let bytes = |plan: &Plan, name| plan.forecast.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
     let [whole, packed] = [Packing::Auto, Packing::Bfd].map(plan);
-    assert_eq!([whole.attention, packed.attention], [Attention::Cudnn { deterministic: true }; 2]);
+    assert_eq!([whole.recipe.numerics.attention, packed.recipe.numerics.attention], [Attention::Cudnn { deterministic: true }; 2]);
     // For 4096 tokens at a time: queries, keys and values of 6144 channels and outputs of 4096 channels, with gradients, in 2 bytes; the
     // log-sum-exp of 32 heads; and a table of 16384 tokens.
     assert_eq!(bytes(&packed, "packed documents"), 4096 * (2 * (6144 + 4096) * 2 + 32 * 4) + 16384 * 2 * 4);
@@ -763,50 +783,4 @@ fn the_plan_prints_a_table_for_each_place() {
     assert!(found.is_sorted(), "{text}");
     assert_eq!(text.matches("\n    free").count(), 2, "{text}");
     assert!(!text.ends_with('\n') && text.lines().all(|line| line == line.trim_end()), "{text}");
-}
-
-/// A run gives the same bits on one GPU and on several, although several leave more memory free.
-#[test]
-fn the_tile_of_the_loss_is_the_same_on_any_machine_that_holds_it() {
-    const MACHINES: [(&str, usize); 6] =
-        [("h200-x4", 4), ("h200-x2", 2), ("h200-pcie5", 1), ("gh200-96", 1), ("h100-x2", 2), ("h100-x2", 1)];
-    for (shape, batch) in [(qwen3_4b(), 4), (llama_8b(), 1), (llama_8b(), 4), (qwen3_14b(), 4)] {
-        let plan = |(profile, gpus)| {
-            let machine = Machine::of_several(&Profile::load(profile).unwrap(), gpus).unwrap();
-            Plan::new(&Settings { per_device_train_batch_size: batch, gpus, ..settings() }, &shape, &machine, false).unwrap()
-        };
-        let plans: Vec<_> = MACHINES.map(plan).into_iter().filter(|plan| plan.shortage().is_none()).collect();
-        assert!(plans.len() >= 4 && plans.iter().all(|other| other.loss_tile == plans[0].loss_tile), "{plans:?}");
-        assert!(plans.iter().all(|plan| !plan.to_string().contains("\n  bits ")), "{plans:?}");
-    }
-    // A machine on which no other choice fits.
-    let plan = Plan::new(&Settings { hbm_limit: Some(Bytes(4 * GIB)), ..settings() }, &qwen3_14b(), &h200(), false).unwrap();
-    assert_eq!((plan.loss_tile.rows, plan.usual_tile.rows), (1024, 2048), "{plan}");
-    assert!(plan.to_string().contains("\n  bits        differ from runs with loss tiles of 2048 rows"), "{plan}");
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
-
-    #[test]
-    fn a_fitting_plan_is_within_its_limits_and_fits_a_larger_machine(
-        hbm in 20u64..200, more in 1u64..40, host in 20u64..300, batch in 1usize..9, tokens in 1usize..9, model in 0..3usize,
-    ) {
-        let shape = [qwen3_4b(), llama_8b(), qwen3_14b()][model].clone();
-        let settings = Settings { per_device_train_batch_size: batch, seq_length: tokens * 512, ..Settings::default() };
-        let plan_with = |hbm: u64| {
-            let device = DeviceMemory::Own { bytes: hbm * GIB, addressing: Addressing::Managed };
-            let machine = Machine { host_bytes: host * GIB, kind: DeviceKind::Gpu, device, ..Machine::cpu(16) };
-            Plan::new(&settings, &shape, &machine, false).unwrap()
-        };
-        let (small, large) = (plan_with(hbm), plan_with(hbm + more));
-        let tokens = batch * tokens * 512;
-        prop_assert!(small.loss_tile.rows <= tokens && (small.loss_tile.rows >= tokens.min(512)), "{}", small);
-        let is_smaller = small.loss_tile != large.loss_tile;
-        prop_assert!(!is_smaller || small.to_string().contains("bits        differ from runs with loss tiles of"), "{}", small);
-        if small.shortage().is_none() {
-            prop_assert!(small.bytes_at(MemorySpace::Device) <= hbm * GIB && small.bytes_at(MemorySpace::Host) <= host * GIB);
-            prop_assert!(large.shortage().is_none(), "{}\n{}", small, large);
-        }
-    }
 }

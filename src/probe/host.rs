@@ -8,7 +8,7 @@ use crate::engine::step_job::StepJob;
 use crate::error::Result;
 use crate::hardware::profile::Host;
 use crate::hardware::topology::Topology;
-use crate::host::affinity::{Placement, workers_beside_others};
+use crate::host::affinity::{CpuPlacement, workers_beside_others};
 use crate::host::wakeup::WakeUp;
 
 /// Measures the host for about `time_s`. `states` are in its memory, and `cpus` is the number of usable CPUs.
@@ -17,7 +17,7 @@ use crate::host::wakeup::WakeUp;
 /// `Resource` if threads or memory are not available.
 pub(crate) fn measure(topology: &Topology, cpus: usize, states: &States, time_s: f64) -> Result<Host> {
     let workers = workers_beside_others(cpus);
-    let wake_up = WakeUp::measure(workers, Placement::on(topology, workers))?;
+    let wake_up = WakeUp::measure(workers, CpuPlacement::on(topology, workers))?;
     let triad = Workers::<Triad>::new(topology, cpus)?.rates(0.1 * time_s, |_| states.triad())?;
     let counts = thread_counts(cpus);
     let each_s = 0.9 * time_s / counts.len() as f64;

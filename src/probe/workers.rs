@@ -4,7 +4,7 @@ use super::samples::Samples;
 use crate::engine::pool::Pool;
 use crate::error::Result;
 use crate::hardware::topology::Topology;
-use crate::host::affinity::{Placement, name_and_pin};
+use crate::host::affinity::{CpuPlacement, name_and_pin};
 use crate::host::doorbell::Doorbell;
 use crate::host::memory_policy::HugePagesChoice;
 use crate::host::memory_policy::MemoryPolicy;
@@ -33,7 +33,7 @@ impl<J: Job> Workers<J> {
 
     /// Starts `threads` workers that ring `bell`.
     pub(crate) fn ringing(bell: Arc<Doorbell>, topology: &Topology, threads: usize) -> Result<Self> {
-        let placement = Placement::on(topology, threads);
+        let placement = CpuPlacement::on(topology, threads);
         let worker_nodes = memory_policy(topology, threads)?.worker_nodes();
         let on_start =
             move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin(WORKER_ROLE, worker, place.workers[worker]));
@@ -69,7 +69,7 @@ impl<J: Job> Workers<J> {
 
 /// The memory policy of a run with this number of workers.
 pub fn memory_policy(topology: &Topology, threads: usize) -> Result<MemoryPolicy> {
-    let cpus = Placement::on(topology, threads).map_or(Vec::new(), |placement| placement.workers);
+    let cpus = CpuPlacement::on(topology, threads).map_or(Vec::new(), |placement| placement.workers);
     MemoryPolicy::new(topology, HugePagesChoice::Auto, &cpus, threads)
 }
 

@@ -150,12 +150,12 @@ impl BreakEven {
         let Some((batch, seq_length)) = hides.map(half).or(fitting) else { return Ok(None) };
         let below = Settings { resident_buckets: ResidentBuckets::Auto, ..all_offloaded((batch, seq_length)) };
         let Some((exposed_share, plan)) = exposed_share(&below, shape, machine)? else { return Ok(None) };
-        let buckets = plan.layout.count();
+        let buckets = plan.placement.layout.count();
         Ok(Some(Self {
             tokens: hides.map(|(batch, seq_length)| batch * seq_length),
             below_tokens: batch * seq_length,
             buckets,
-            resident_buckets: buckets - plan.layout.offloaded(),
+            resident_buckets: buckets - plan.placement.layout.offloaded(),
             exposed_share,
         }))
     }

@@ -26,7 +26,8 @@ use crate::config::settings::Settings;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
-use crate::planner::plan::{Plan, SLOTS};
+use crate::planner::plan::Plan;
+use crate::planner::resolve::SLOTS;
 use crate::simulate::clip::Clip;
 use crate::simulate::outcome::Outcome;
 use crate::simulate::simulate;
@@ -86,7 +87,7 @@ pub(crate) fn best_plan(settings: &Settings, shape: &ModelShape, machine: &Machi
     let plan = Plan::new(&best.settings, shape, machine, trace)?;
     // The timeline needs host memory, too.
     plan.check_fits(&best.settings, shape)?;
-    Ok(Plan { simulated_step_ms: Some(best.outcome.step_ms.median), ..plan })
+    Ok(plan.with_simulated_step(best.outcome.step_ms.median))
 }
 
 /// The plan with the largest micro-batches that fit.
@@ -206,7 +207,7 @@ impl SearchQuery<'_> {
         }
         let (outcome, ..) = simulate(&plan, self.shape, &self.machine.rates.profile, self.scope.steps, 0)?;
         progress::count();
-        let plan = Plan { simulated_step_ms: Some(outcome.step_ms.median), ..plan };
+        let plan = plan.with_simulated_step(outcome.step_ms.median);
         Ok(Some(Candidate { flags, settings: settings.clone(), plan, outcome }))
     }
 
@@ -214,9 +215,9 @@ impl SearchQuery<'_> {
     fn most_without_grad_ring(&self, settings: &Settings) -> Option<Settings> {
         let with = |count| Settings { resident_buckets: ResidentBuckets::Count(count), ..settings.clone() };
         let plan = |settings: &Settings| Plan::new(settings, self.shape, self.machine, false).ok();
-        let has_capacity = |count| plan(&with(count)).is_some_and(|plan| plan.grad_ring.is_none() && plan.shortage().is_none());
-        let ringed = plan(settings).filter(|plan| plan.grad_ring.is_some())?;
-        let (mut fits, mut most) = (0, ringed.layout.count() - ringed.layout.offloaded());
+        let has_capacity = |count| plan(&with(count)).is_some_and(|plan| plan.placement.rings.grads.is_none() && plan.shortage().is_none());
+        let ringed = plan(settings).filter(|plan| plan.placement.rings.grads.is_some())?;
+        let (mut fits, mut most) = (0, ringed.placement.layout.count() - ringed.placement.layout.offloaded());
         while most - fits > 1 {
             let middle = fits.midpoint(most);
             *(if has_capacity(middle) { &mut fits } else { &mut most }) = middle;
@@ -242,7 +243,7 @@ impl SearchQuery<'_> {
     }
 
     fn is_residency_open(&self, from: &Candidate) -> bool {
-        self.settings.resident_buckets == ResidentBuckets::Auto && from.plan.techniques.repartition
+        self.settings.resident_buckets == ResidentBuckets::Auto && from.plan.protocol.techniques.repartition
     }
 }
 
@@ -266,7 +267,7 @@ const SETTINGS: [Setting; 9] = [placement, residency_nearby, bucket_mib, sharing
 /// the best for fewer, and streamed weights leave room for both.
 fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     let requested = query.settings.weights;
-    let can_stream = requested == WeightsChoice::Auto && query.settings.ranks() == 1 && from.plan.weight_ring.is_none();
+    let can_stream = requested == WeightsChoice::Auto && query.settings.ranks() == 1 && from.plan.placement.rings.weights.is_none();
     let weights = [requested].into_iter().chain(can_stream.then_some(WeightsChoice::Flow));
     weights.flat_map(|weights| placed(query, from, weights)).collect()
 }
@@ -295,14 +296,14 @@ fn residencies(query: &SearchQuery, from: &Candidate, settings: Settings) -> Vec
         all.extend(query.most_without_grad_ring(&settings));
         let with = |count| Settings { resident_buckets: ResidentBuckets::Count(count), ..settings.clone() };
         let eighths = if settings.activations == query.settings.activations { 0..8 } else { 0..0 };
-        all.extend(eighths.map(|eighths| with(from.plan.layout.count() * eighths / 8)));
+        all.extend(eighths.map(|eighths| with(from.plan.placement.layout.count() * eighths / 8)));
     }
     all
 }
 
 /// A few resident buckets more or fewer than the best so far, between the values already tried and just below the maximum.
 fn residency_nearby(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
-    let layout = &from.plan.layout;
+    let layout = &from.plan.placement.layout;
     let resident = layout.count() - layout.offloaded();
     let steps = [layout.count() / 16, layout.count() / 32];
     let nearby = steps.into_iter().flat_map(|step| [resident.saturating_sub(step), resident + step]).filter(|near| *near != resident);
@@ -318,7 +319,7 @@ fn bucket_mib(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     if requested.bucket_mib.is_some() || matches!(requested.resident_buckets, ResidentBuckets::Count(1..)) {
         return Vec::new();
     }
-    let bucket_bytes = from.plan.layout.bucket_elems() * from.plan.dtype.bytes();
+    let bucket_bytes = from.plan.placement.layout.bucket_elems() * from.plan.recipe.numerics.dtype.bytes();
     // Rings and exchange buffers grow with buckets and may need the memory of one.
     let resized = |mib: usize| match from.settings.resident_buckets {
         ResidentBuckets::Count(count) => {
@@ -336,7 +337,7 @@ fn bucket_mib(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
 }
 
 fn cast(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
-    let is_open = query.settings.cast == Settings::default().cast && from.plan.techniques.superchip_cast;
+    let is_open = query.settings.cast == Settings::default().cast && from.plan.protocol.techniques.superchip_cast;
     is_open.then(|| Settings { cast: CastSide::Device, ..from.settings.clone() }).into_iter().collect()
 }
 
@@ -349,14 +350,14 @@ fn slots(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
 }
 
 fn threads(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
-    let (workers, is_open) = (from.plan.threads, query.settings.threads.is_none());
+    let (workers, is_open) = (from.plan.site.threads, query.settings.threads.is_none());
     let fewer = [workers - workers / 8, workers - workers / 4].into_iter();
     let fewer = fewer.filter(|threads| is_open && (1..workers).contains(threads));
     fewer.map(|threads| Settings { threads: Some(threads), ..from.settings.clone() }).collect()
 }
 
 fn techniques(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
-    let (on, is_open) = (from.plan.techniques, query.settings.without.is_empty());
+    let (on, is_open) = (from.plan.protocol.techniques, query.settings.without.is_empty());
     let all = [(Technique::Stv, on.stv), (Technique::DeadlineOrder, on.deadline_order), (Technique::EarlyCommit, on.early_commit)];
     let off = all.into_iter().filter(|(_, on)| is_open && *on);
     off.map(|(technique, _)| Settings { without: vec![technique], ..from.settings.clone() }).collect()

@@ -78,7 +78,12 @@ impl Step {
         let outcome = &candidate.outcome;
         Self {
             flags: candidate.flags.clone(),
-            streamed_bytes: candidate.plan.weight_ring.map_or(0, |ring| ring.ringed_elems * candidate.plan.dtype.bytes()),
+            streamed_bytes: candidate
+                .plan
+                .placement
+                .rings
+                .weights
+                .map_or(0, |ring| ring.ringed_elems * candidate.plan.recipe.numerics.dtype.bytes()),
             step_ms: outcome.step_ms.median,
             mean_step_ms: candidate.mean_s() * 1e3,
             tokens_per_second: outcome.tokens_per_second,
@@ -169,7 +174,7 @@ impl SearchReport {
             limits: Limits::of(&requested, query.shape, query.machine),
             largest_by_gpus: LargestModel::by_gpus(&requested, query.shape, profile),
             break_even: BreakEven::of(&requested, query.shape, query.machine)?,
-            plan: Plan { for_other_machine: true, ..best.plan.clone() },
+            plan: best.plan.clone().for_another_machine(),
             best: Step::of(best),
         })
     }
@@ -177,14 +182,22 @@ impl SearchReport {
 
 /// Whether two plans differ in more than a few slots.
 fn differ(one: &Plan, other: &Plan) -> bool {
-    let essence =
-        |plan: &Plan| (plan.layout.clone(), plan.layer_policies.clone(), plan.link_dtype, plan.weight_ring, plan.techniques, plan.threads);
+    let essence = |plan: &Plan| {
+        (
+            plan.placement.layout.clone(),
+            plan.placement.layer_policies.clone(),
+            plan.protocol.link_dtype,
+            plan.placement.rings.weights,
+            plan.protocol.techniques,
+            plan.site.threads,
+        )
+    };
     essence(one) != essence(other)
 }
 
 /// Load of each resource in a step, the busiest first.
 fn busy(candidate: &Candidate) -> Vec<BusyFractions> {
-    let (outcome, rates) = (&candidate.outcome, &candidate.plan.machine.rates);
+    let (outcome, rates) = (&candidate.outcome, &candidate.plan.site.machine.rates);
     let step_ms = candidate.mean_s() * 1e3;
     let link = |bytes: f64| bytes / rates.both_ways_bytes_per_s * 1e3 / step_ms;
     let mut busy = vec![
@@ -193,16 +206,17 @@ fn busy(candidate: &Candidate) -> Vec<BusyFractions> {
         BusyFractions { what: "the link (PCIe, C2C) to the host", share: link(outcome.link.d2h_bytes) },
         BusyFractions { what: "the link (PCIe, C2C) to the device", share: link(outcome.link.h2d_bytes) },
     ];
-    let network = candidate.plan.peer_traffic.far_s(rates) * 1e3 / step_ms;
-    busy.extend((candidate.plan.processes > 1).then_some(BusyFractions { what: "the network", share: network }));
+    let network = candidate.plan.forecast.peer_traffic.far_s(rates) * 1e3 / step_ms;
+    busy.extend((candidate.plan.site.processes > 1).then_some(BusyFractions { what: "the network", share: network }));
     busy.sort_by(|a, b| b.share.total_cmp(&a.share));
     busy
 }
 
 fn memory(plan: &Plan) -> Vec<MemoryNeed> {
     let of = |Balance { space, needed, available }: Balance| {
-        let parts = if space == MemorySpace::Device { plan.ranks } else { plan.processes };
-        let classes = plan.memory.iter().filter(|class| class.space == space).map(|class| (class.name, class.bytes.div_ceil(parts)));
+        let parts = if space == MemorySpace::Device { plan.site.ranks } else { plan.site.processes };
+        let classes =
+            plan.forecast.memory.iter().filter(|class| class.space == space).map(|class| (class.name, class.bytes.div_ceil(parts)));
         MemoryNeed {
             place: if space == MemorySpace::Device { "device" } else { "host" },
             needed_bytes: needed,
@@ -224,7 +238,7 @@ fn what_if(query: SearchQuery, best: &Candidate) -> Result<Vec<WhatIf>> {
         ("the link were faster", with(machine.rates.with_faster_link(MORE))),
         ("the device's arithmetic and memory were faster", with(machine.rates.with_faster_device(MORE))),
     ];
-    if best.plan.processes > 1 {
+    if best.plan.site.processes > 1 {
         machines.push(("the network were faster", with(machine.rates.with_faster_network(MORE))));
     }
     if let DeviceMemory::Own { bytes, addressing } = machine.device {

@@ -123,7 +123,7 @@ fn qwen2_5_14b_is_cut_into_small_micro_batches() {
         let scope = Scope { settings: &[super::placement], steps, ..Scope::ALL };
         let ranking = SearchQuery { settings: &settings, shape: &shape, machine: &machine, scope }.rank().unwrap();
         let best = &ranking.candidates[0];
-        (best.plan.batch, 131_072.0 / best.mean_s())
+        (best.plan.recipe.step.micro_batch, 131_072.0 / best.mean_s())
     };
     let [chosen, one, four] = [0, 1, 4].map(tokens_per_s);
     assert!(chosen.0 < 4 && chosen.1 >= one.1.max(four.1) && one.1 > 1.03 * four.1, "{chosen:?}, {one:?}, {four:?}");
@@ -136,10 +136,10 @@ fn on_cpus_micro_batches_are_as_large_as_fits() {
     let with = |host_bytes| Machine { host_bytes, ..Machine::cpu(4) };
     let plan = |host_bytes| super::best_plan(&settings, &shape, &with(host_bytes), false);
     let whole = plan(1 << 40).unwrap();
-    assert_eq!((whole.batch, whole.grad_accum_steps), (64, 1));
+    assert_eq!((whole.recipe.step.micro_batch, whole.recipe.step.micro_batches), (64, 1));
     let needed = whole.balances()[1].needed;
     let halves = plan(needed - (1 << 20)).unwrap();
-    assert_eq!((halves.batch, halves.grad_accum_steps), (32, 2));
+    assert_eq!((halves.recipe.step.micro_batch, halves.recipe.step.micro_batches), (32, 2));
     let refused = plan(1 << 30).unwrap_err().to_string();
     assert!(refused.contains("GiB") && !refused.contains("per-device-train-batch-size"), "{refused}");
 }
@@ -156,7 +156,7 @@ fn no_residency_by_hand_is_much_better_than_the_search() {
         let (shape, machine) = (model(name, layers), h200(hbm, 126, (*Rates::assumed()).clone()));
         let settings = Settings { seq_length, per_device_train_batch_size: batch, ..Settings::default() };
         let found = rank(&settings, &shape, &machine).unwrap().candidates[0].clone();
-        let buckets = found.plan.layout.count();
+        let buckets = found.plan.placement.layout.count();
         for activations in ActivationsChoice::value_variants().iter().copied() {
             for sixteenths in (0..=16).step_by(sweep(4, 1)) {
                 let resident_buckets = ResidentBuckets::Count(buckets * sixteenths / 16);
@@ -184,7 +184,7 @@ fn no_number_of_slots_by_hand_is_much_better_than_the_search() {
         ..Settings::default()
     };
     let found = rank(&settings, &shape, &machine).unwrap().candidates[0].clone();
-    assert!(found.plan.grad_ring.is_some());
+    assert!(found.plan.placement.rings.grads.is_some());
     let query = SearchQuery::new(&settings, &shape, &machine);
     let by_hand = |slots| query.candidate(&Settings { slots: Some(slots), ..settings.clone() }).unwrap().unwrap();
     for slots in [1, 8, 48, 128] {
@@ -240,7 +240,7 @@ fn weights_stream_while_layers_compute_whose_weights_stay() {
         ..Settings::default()
     };
     let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
-    let (period, streamed) = plan.weight_ring.map(|ring| (ring.period_elems, ring.ringed_elems)).unwrap();
+    let (period, streamed) = plan.placement.rings.weights.map(|ring| (ring.period_elems, ring.ringed_elems)).unwrap();
     assert!(plan.shortage().is_none() && streamed > 5 * period, "{plan}");
     let step = simulate(&plan, &shape, "streamed", Steps { warmup: 2, timed: 2, clip: Clip::Never }, 0).unwrap().0;
     assert!(step.exposed.transfer_ms < 40.0, "{:?}", step.exposed);
@@ -335,7 +335,7 @@ fn a_plan_is_good_for_clipped_steps_too() {
             let steps = Steps { warmup: 1, timed: 3, clip: clip.parse().unwrap() };
             simulate(&plan, &shape, "h200", steps, 0).unwrap().0.step_ms.median
         };
-        (median_ms("never"), median_ms("always"), plan.grad_ring.is_none(), plan.to_string())
+        (median_ms("never"), median_ms("always"), plan.placement.rings.grads.is_none(), plan.to_string())
     };
     let (never, always, has_no_ring, plan) = planned(vec![Technique::EarlyCommit]);
     assert!(has_no_ring && always < 1.2 * never && never < 1400.0, "{never} ms, clipped {always} ms: {plan}");
@@ -457,7 +457,8 @@ fn planned(line: &Value, machine: &Machine) -> (ModelShape, Plan) {
         ("recompute-cheap", LayerPolicy::RecomputeCheap),
         ("recompute-block", LayerPolicy::RecomputeBlock),
     ];
-    (shape, Plan { layer_policies: layer_policies.into_iter().flat_map(of).collect(), ..plan })
+    plan.placement.layer_policies = layer_policies.into_iter().flat_map(of).collect();
+    (shape, plan)
 }
 
 /// Relative excess of the simulated step over the measured one.
@@ -482,7 +483,7 @@ fn longer(line: &Value, shape: &ModelShape, plan: &Plan) -> f64 {
 fn host_gain(line: &Value, rates: &Rates, plan: &Plan) -> f64 {
     line["adam"]["busy_gb_per_s"]
         .as_f64()
-        .map_or(1.0, |gb_per_s| gb_per_s * 1e9 / rates.adam_bytes_per_s(plan.threads, plan.isa, plan.moments))
+        .map_or(1.0, |gb_per_s| gb_per_s * 1e9 / rates.adam_bytes_per_s(plan.site.threads, plan.site.isa, plan.recipe.numerics.moments))
 }
 
 /// Relative excess of the `planned` bytes over the used bytes.
@@ -497,13 +498,14 @@ fn measured_h200() -> Machine {
 
 /// Asserts that the simulated step of the line's plan is close to the measured one.
 fn assert_predicted(line: &Value, shape: &ModelShape, plan: &Plan) {
-    let (rates, off) = (&plan.machine.rates, longer(line, shape, plan));
+    let (rates, off) = (&plan.site.machine.rates, longer(line, shape, plan));
     let gain = host_gain(line, rates, plan);
     // The speed of one host varies by a fifth between hours; only a probe would measure it.
     let is_host_of_profile = (gain - 1.0).abs() < 0.1;
     assert!(off.abs() < 0.15 || !is_host_of_profile, "{:+.1} % off: {line}", off * 1e2);
-    let faster = Machine { rates: Arc::new(rates.with_faster_host(gain)), ..plan.machine.clone() };
-    let off_faster = longer(line, shape, &Plan { machine: faster, ..plan.clone() });
+    let mut faster = plan.clone();
+    faster.site.machine = Machine { rates: Arc::new(rates.with_faster_host(gain)), ..plan.site.machine.clone() };
+    let off_faster = longer(line, shape, &faster);
     assert!(off_faster.abs() < 0.08, "{:+.1} % off with that host's pool, {gain:.2} of the profile's: {line}", off_faster * 1e2);
 }
 
@@ -519,24 +521,25 @@ fn predictions_are_near_every_measured_step_and_its_memory() {
         // The plan of the measurement, except for the context, which was planned larger then.
         let context = |bytes: Option<f64>| bytes.expect("a class of every plan on a GPU");
         let before = context(memory["device_bytes"]["context, libraries"].as_f64());
-        let now = context(plan.memory.iter().find(|class| class.name == "context, libraries").map(|class| class.bytes as f64));
+        let now = context(plan.forecast.memory.iter().find(|class| class.name == "context, libraries").map(|class| class.bytes as f64));
         let device_off = more(memory["device_planned_bytes"].as_f64().unwrap() - before + now, &line["gpu"]["memory_used_bytes"]);
         assert!(device_off.abs() < 0.05, "device memory {:+.1} % off: {line}", device_off * 1e2);
         // Without offload the host memory is only the fixed cost of a process.
         let host_off = more(memory["host_planned_bytes"].as_f64().unwrap(), &memory["available_drop_bytes"]);
-        assert!(host_off.abs() < 0.03 || plan.layout.offloaded() == 0, "host memory {:+.1} % off: {line}", host_off * 1e2);
+        assert!(host_off.abs() < 0.03 || plan.placement.layout.offloaded() == 0, "host memory {:+.1} % off: {line}", host_off * 1e2);
     }
 }
 
 #[test]
 fn predictions_are_near_every_point_of_the_sweeps() {
-    let has_ring =
-        |line: &Value, plan: &Plan| line["memory"]["device_bytes"]["gradients"].as_u64().unwrap() < 2 * plan.layout.flat_elems() as u64;
+    let has_ring = |line: &Value, plan: &Plan| {
+        line["memory"]["device_bytes"]["gradients"].as_u64().unwrap() < 2 * plan.placement.layout.flat_elems() as u64
+    };
     let mut compared = 0;
     for line in lines("h200-sweep.jsonl") {
         let (shape, plan) = planned(&line, &measured_h200());
         // Four points needed a gradient ring, on machines with 0.1 GiB less memory or with a larger loss tile.
-        if plan.grad_ring.is_some() == has_ring(&line, &plan) {
+        if plan.placement.rings.grads.is_some() == has_ring(&line, &plan) {
             assert_predicted(&line, &shape, &plan);
             compared += 1;
         }
@@ -561,7 +564,7 @@ fn predictions_are_near_steps_whose_sums_pass_through_the_device() {
     assert_eq!(lines.len(), 2);
     for line in lines {
         let (shape, plan) = planned(&line, &measured_h200());
-        assert!(plan.sums_on_host, "{plan}");
+        assert!(plan.placement.rings.sums_on_host, "{plan}");
         assert_predicted(&line, &shape, &plan);
     }
 }
@@ -644,9 +647,9 @@ fn more_gradient_shares_than_gpus_take_memory_and_time() {
         let settings = Settings { gpus: 2, gradient_shares: Some(shares), gradient_accumulation_steps: Some(4), ..Settings::default() };
         let settings = Settings { seq_length: 4096, resident_buckets: ResidentBuckets::All, ..settings };
         let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
-        let sums = plan.memory.iter().find(|class| class.name == "gradient sums").map_or(0, |class| class.bytes);
+        let sums = plan.forecast.memory.iter().find(|class| class.name == "gradient sums").map_or(0, |class| class.bytes);
         let (outcome, ..) = simulate(&plan, &shape, "h200-x2", Steps { warmup: 1, timed: 3, clip: Clip::Never }, 0).unwrap();
-        (sums, outcome.step_ms.median, plan.predicted.unwrap().step_s * 1e3)
+        (sums, outcome.step_ms.median, plan.forecast.predicted.unwrap().step_s * 1e3)
     };
     let (none, two, two_predicted) = run(2);
     let (sums, eight, eight_predicted) = run(8);
@@ -664,10 +667,10 @@ fn sums_on_the_host_are_simulated_at_the_rate_of_the_link() {
     let settings =
         Settings { moments: Moments::Bfloat16, hbm_limit: Some(Bytes(23 * GIB)), host_limit: Some(Bytes(120 * GIB)), ..settings };
     let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
-    assert!(plan.sums_on_host && plan.shortage().is_none(), "{plan}");
+    assert!(plan.placement.rings.sums_on_host && plan.shortage().is_none(), "{plan}");
     let (outcome, ..) = simulate(&plan, &shape, "h200-pcie5", Steps { warmup: 1, timed: 2, clip: Clip::Never }, 0).unwrap();
-    let (step_s, predicted) = (outcome.step_ms.median / 1e3, plan.predicted.unwrap());
-    let passing_s = 7.0 * (4 * plan.layout.offloaded_elems()) as f64 / 50.5e9;
+    let (step_s, predicted) = (outcome.step_ms.median / 1e3, plan.forecast.predicted.unwrap());
+    let passing_s = 7.0 * (4 * plan.placement.layout.offloaded_elems()) as f64 / 50.5e9;
     assert!((1.0..1.7).contains(&(step_s / passing_s)), "{step_s} s, sums {passing_s} s: {plan}");
     assert!((0.8..1.2).contains(&(predicted.step_s / step_s)), "{predicted}, simulated {step_s} s");
 }
@@ -767,9 +770,9 @@ fn ranks_of_a_sequence_are_simulated_with_their_exchange() {
         rates.peer_bytes_per_s = peer_bytes_per_s;
         let machine = Machine { rates: Arc::new(rates), ..machine.clone() };
         let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
-        let activations = plan.memory.iter().find(|class| class.name == "activations").map_or(0, |class| class.bytes);
+        let activations = plan.forecast.memory.iter().find(|class| class.name == "activations").map_or(0, |class| class.bytes);
         let (outcome, ..) = simulate(&plan, &shape, "h200-x2", Steps { warmup: 1, timed: 2, clip: Clip::Never }, 0).unwrap();
-        (activations as f64, outcome.step_ms.median / 1e3, plan.predicted.unwrap().step_s)
+        (activations as f64, outcome.step_ms.median / 1e3, plan.forecast.predicted.unwrap().step_s)
     };
     let (shared, step_s, predicted_s) = run(2, 300e9);
     let (_, slow_s, slow_predicted_s) = run(2, 100e9);

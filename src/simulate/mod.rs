@@ -43,7 +43,7 @@ pub(crate) fn simulate(
     steps: Steps,
     trace_spans: usize,
 ) -> Result<(Outcome, Vec<Recorder>, Range<u64>)> {
-    let (each, peak) = (plan.micro_batches_per_partial_sum(), Some(plan.machine.rates.matmul_flops(8192)));
+    let (each, peak) = (plan.micro_batches_per_partial_sum(), Some(plan.site.machine.rates.matmul_flops(8192)));
     let simulated = |each: usize| run(plan.with_micro_batches_per_partial_sum(each), shape, name, steps, trace_spans);
     let (timed, tracks) = if trace_spans > 0 || each <= FEW.iter().sum() {
         simulated(each)?
@@ -61,11 +61,13 @@ pub(crate) fn simulate(
 }
 
 fn run(plan: Plan, shape: &ModelShape, name: &str, steps: Steps, trace_spans: usize) -> Result<(Timed, Vec<Recorder>)> {
-    let plan = Plan { host_memory: MemoryPolicy::unbacked(), trace_spans, ..plan };
-    let on = (plan.machine.kind, plan.machine.device);
-    let (dev, pool) = SimDevice::new(name, &plan.machine.rates, on, (plan.threads, plan.isa, plan.moments), trace_spans);
-    let (shape, pool, dev) = (shape.clone(), Pool::Simulated(pool), dev.among(plan.ranks / plan.processes));
-    if plan.ranks == 1 {
+    let mut plan = plan.with_host_memory(MemoryPolicy::unbacked());
+    plan.site.trace_spans = trace_spans;
+    let on = (plan.site.machine.kind, plan.site.machine.device);
+    let (dev, pool) =
+        SimDevice::new(name, &plan.site.machine.rates, on, (plan.site.threads, plan.site.isa, plan.recipe.numerics.moments), trace_spans);
+    let (shape, pool, dev) = (shape.clone(), Pool::Simulated(pool), dev.among(plan.site.ranks / plan.site.processes));
+    if plan.site.ranks == 1 {
         time(Engine::new(plan, shape, dev, pool, Arc::new(Doorbell::default()))?, steps)
     } else {
         time(Engine::mirrored(plan, shape, dev, pool)?, steps)

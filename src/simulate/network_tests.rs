@@ -40,7 +40,7 @@ fn on_four_nodes_with(
     let settings = Settings { resident_buckets: ResidentBuckets::Count(8), ..settings };
     let shape = presets::shape("model", Path::new("qwen3-4b")).unwrap().with_layers(12);
     let (plan, outcome) = step(&settings, &shape, &profile);
-    ([outcome.step_ms.median / 1e3, plan.predicted.unwrap().step_s], plan.peer_traffic.inter_node as f64)
+    ([outcome.step_ms.median / 1e3, plan.forecast.predicted.unwrap().step_s], plan.forecast.peer_traffic.inter_node as f64)
 }
 
 /// The bytes match the protocol: gradients from six ranks of other nodes, or sums of groups from three inter-node peers, and weights from
@@ -128,7 +128,7 @@ fn gpus_wait_only_for_the_sums_that_they_overwrite() {
         let settings = Settings { resident_buckets, bucket_mib: Some(mib), slots: Some(64), ..settings.clone() };
         let (plan, outcome) = step(&settings, &shape, &Profile::load("h200-x2").unwrap());
         let (step_ms, peer_ms) = (outcome.step_ms.median, outcome.exposed.peer_ms);
-        assert!(plan.grad_ring.is_some() && peer_ms < 0.01 * step_ms, "{peer_ms} of {step_ms} ms: {plan}");
+        assert!(plan.placement.rings.grads.is_some() && peer_ms < 0.01 * step_ms, "{peer_ms} of {step_ms} ms: {plan}");
         step_ms
     };
     // Eight of these buckets are smaller than the layer that is overwritten.
@@ -148,7 +148,7 @@ fn two_processes_take_as_long_as_measured() {
     let one = Settings { gpus: 2, ..settings };
     for (settings, profile, measured_ms) in [(two, profile(&file), 1426.6), (one, profile("h200-x2"), 1361.2)] {
         let (plan, outcome) = step(&settings, &shape, &profile);
-        let predicted_ms = plan.predicted.unwrap().step_s * 1e3;
+        let predicted_ms = plan.forecast.predicted.unwrap().step_s * 1e3;
         for (how, ms) in [("simulated", outcome.step_ms.median), ("predicted", predicted_ms)] {
             assert!((ms / measured_ms - 1.0).abs() < 0.08, "{how} {ms} ms, measured {measured_ms}: {plan}");
         }

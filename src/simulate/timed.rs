@@ -35,7 +35,7 @@ impl Steps {
 
     fn step<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens, step: u64) -> Result<StepReport> {
         engine.set_max_grad_norm(self.clip.max_grad_norm(step));
-        let learning_rate = engine.plan().hyper.lr;
+        let learning_rate = engine.plan().recipe.optimizer.lr;
         engine.step(learning_rate, tokens)
     }
 
@@ -127,7 +127,8 @@ impl Timed {
     /// The results in a record. With several GPUs, the speed is that of one GPU, and counts are totals over the ranks. `tracks` is the
     /// timeline, if one was recorded; `matmul_flops` is the device's speed in a large matrix product.
     pub(crate) fn outcome(self, shape: &ModelShape, plan: &Plan, matmul_flops: Option<f64>, tracks: &[Recorder]) -> Outcome {
-        let flops = StepFlops::of(shape, &self.documents, &plan.layer_policies).shared(self.step_ms.samples.len() * plan.ranks);
+        let flops =
+            StepFlops::of(shape, &self.documents, &plan.placement.layer_policies).shared(self.step_ms.samples.len() * plan.site.ranks);
         let seconds = self.step_ms.median / 1e3;
         Outcome {
             tokens_per_step: plan.tokens_per_step(),

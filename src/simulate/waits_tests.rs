@@ -25,7 +25,7 @@ fn a_device_that_waits_for_slots_is_not_busy() {
         let mut profile = Profile::load("h200-pcie5").unwrap();
         profile.host.adam_bytes_per_s_by_threads.value.0.iter_mut().for_each(|(_, bytes_per_s)| *bytes_per_s *= speed);
         let (plan, outcome) = step(&settings, &shape, &profile);
-        assert!(plan.grad_ring.is_some(), "{plan}");
+        assert!(plan.placement.rings.grads.is_some(), "{plan}");
         (outcome.step_ms.median, outcome.step_ms.median * outcome.exposed.device_busy_share)
     };
     let [(fast_ms, fast_busy_ms), (slow_ms, slow_busy_ms)] = [1.0, 0.7].map(of);

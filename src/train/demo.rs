@@ -34,8 +34,9 @@ impl<'a> Demo<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::options::{DeviceChoice, TrainLength};
+    use crate::config::options::DeviceChoice;
     use crate::metrics::StepMetrics;
+    use crate::optim::schedule::TrainLength;
     use crate::planner::plan::Plan;
     use crate::train::RunFacts;
 

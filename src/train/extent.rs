@@ -24,7 +24,7 @@ pub(super) struct RunExtent {
 impl RunExtent {
     /// The extent of a run of `max_steps` steps over `dataset` that goes on after step `done`.
     pub(super) fn new(plan: &Plan, dataset: &Dataset, rows_per_step: usize, (done, max_steps): (u64, u64)) -> Self {
-        let step_s = plan.simulated_step_ms.map(|ms| ms / 1e3).or(plan.predicted.map(|predicted| predicted.step_s));
+        let step_s = plan.forecast.simulated_step_ms.map(|ms| ms / 1e3).or(plan.forecast.predicted.map(|predicted| predicted.step_s));
         let step = step_s.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
         Self { first: done + 1, last: max_steps, rows: dataset.sequences(), rows_per_step, step }
     }

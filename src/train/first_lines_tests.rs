@@ -2,8 +2,9 @@
 
 use super::tests::tiny;
 use super::*;
-use crate::config::options::{Resume, TrainLength};
+use crate::config::options::Resume;
 use crate::metrics::StepMetrics;
+use crate::optim::schedule::TrainLength;
 use crate::planner::plan::Plan;
 use serde_json::json;
 use std::fs;

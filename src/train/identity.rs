@@ -1,37 +1,23 @@
 //! The identity of a run: its model, tokenizer and data, recorded in every checkpoint under `run` and compared when one
 //! is continued. Contents decide; names and places may change.
 
-use crate::config::options::RunPart;
 use crate::data::chat::record::RULES_VERSION;
 use crate::data::checksum::{self, Fingerprint};
 use crate::data::encode::tokenizer_handle::Tokenizer;
 use crate::data::read::demo::DEMO_TEXT;
 use crate::data::read::files::{holds_records, is_text};
 use crate::data::run_sources::KnownSources;
-use crate::device::ExpertProducts;
 use crate::error::Result;
 use crate::hub::cache::Snapshot;
 use crate::model::shape::ModelShape;
 use crate::optim::moments::Moments;
+use crate::recipe::part::RunPart;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
 /// The entry `run` of checkpoints. Entries of other versions pass through untouched.
 pub(super) type Run = Map<String, Value>;
 
-/// In [`RunPart::Numerics`], the key of the recipe of layers' matrix products, and its value for products in the format of weights.
-pub(super) const MATMUL: &str = "matmul";
-pub(super) const PLAIN_MATMUL: &str = "in the format of weights";
-/// Key there of the kernels for products of experts; older checkpoints used the program's own kernels.
-pub(super) const EXPERT_PRODUCTS: &str = "expert_products";
-/// Key there of the queries of a block of attention's backward pass; null where all are one.
-pub(super) const ATTENTION_BLOCK: &str = "attention_block";
-/// Key there of the tokens of a tile of the MLP; null where all are one.
-pub(super) const MLP_TILE: &str = "mlp_tile";
-/// Key there of how many ranks share each sequence, which was one before there was a choice.
-pub(super) const SEQUENCE_RANKS: &str = "sequence_ranks";
-/// Key there of how many shares make a group whose sum is rounded, which was none before there was a choice.
-pub(super) const GRADIENT_GROUP: &str = "gradient_group";
 /// In [`RunPart::Data`], key of the version of the rules of records; not there where they decide nothing, and before there were versions.
 const RULES: &str = "record_rules";
 /// Key of the changes that somebody accepted.
@@ -103,22 +89,6 @@ fn data_identity(mut files: Vec<Value>, rules: Option<u32>) -> Value {
         data[RULES] = rules.into();
     }
     data
-}
-
-/// `then`, with defaults for missing keys: older versions had moments in float32, products in the format of weights, those
-/// of experts by own kernels, all queries one block, all tokens one tile of the MLP, sequences on one rank, and shares in no groups.
-pub(super) fn completed(then: &Run) -> Run {
-    let mut then = then.clone();
-    then.entry(RunPart::Moments.name()).or_insert(json!(Moments::Float32));
-    if let Some(numerics) = then.get_mut(RunPart::Numerics.name()).and_then(Value::as_object_mut) {
-        numerics.entry(MATMUL).or_insert(json!(PLAIN_MATMUL));
-        numerics.entry(EXPERT_PRODUCTS).or_insert(json!(ExpertProducts::Own));
-        numerics.entry(ATTENTION_BLOCK).or_insert(Value::Null);
-        numerics.entry(MLP_TILE).or_insert(Value::Null);
-        numerics.entry(SEQUENCE_RANKS).or_insert(json!(1));
-        numerics.entry(GRADIENT_GROUP).or_insert(json!(1));
-    }
-    then
 }
 
 /// Parts that `then` lacks, so that they cannot be compared.
@@ -228,6 +198,9 @@ fn brief_text(text: &str) -> String {
 mod tests {
     use super::*;
     use crate::data::encode::tokenizer_handle::tests::model_dir;
+    use crate::device::ExpertProducts;
+    use crate::recipe::record::{ATTENTION_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, MATMUL, MLP_TILE, PLAIN_MATMUL};
+    use crate::recipe::tests::recipe;
 
     fn run_of(shape: &ModelShape, names: &[&str], dir: &Path) -> Run {
         let data: Vec<PathBuf> = names.iter().map(|name| dir.join(name)).collect();
@@ -301,7 +274,7 @@ mod tests {
 
     #[test]
     fn moments_default_to_float32() {
-        let then = completed(&Run::new());
+        let then = recipe().complete(Run::new());
         let now = |moments: Moments| Run::from_iter([("moments".to_string(), json!(moments))]);
         assert_eq!(changes(&then, &now(Moments::Float32)), []);
         let words = "they were float32 and are bfloat16: rounded as the checkpoint's last step rounds";
@@ -311,7 +284,7 @@ mod tests {
     #[test]
     fn products_default_to_the_format_of_weights_and_queries_to_one_block() {
         let numerics = |value: Value| Run::from_iter([("numerics".to_string(), value)]);
-        let then = completed(&numerics(json!({"attention": "plain"})));
+        let then = recipe().complete(numerics(json!({"attention": "plain"})));
         let then_or = |name: &str, value: Value| {
             let mut now = then.clone();
             now["numerics"][name] = value;
@@ -327,14 +300,14 @@ mod tests {
         assert_eq!(changes(&then, &now(PLAIN_MATMUL)), []);
         let words = "matmul was \"in the format of weights\" and is \"fp8\"";
         assert_eq!(changes(&then, &now("fp8")), [(RunPart::Numerics, words.to_string())]);
-        assert_eq!(completed(&Run::new()).get("numerics"), None, "what is not there is not compared");
+        assert_eq!(recipe().complete(Run::new()).get("numerics"), None, "what is not there is not compared");
     }
 
     #[test]
     fn unknown_entries_stay_and_accepted_changes_add_up() {
         let parse = |text: &str| serde_json::from_str::<Run>(text).unwrap();
         let then = parse(r#"{"shares": [1, 2], "tokenizer": "bytes", "changed": [{"step": 3}]}"#);
-        assert_eq!(unknown(&completed(&then)), ["model", "data", "numerics"]);
+        assert_eq!(unknown(&recipe().complete(then.clone())), ["model", "data", "numerics"]);
         let now = parse(r#"{"tokenizer": "other", "data": 5}"#);
         let accepted = changes(&then, &now);
         let run = continued(&then, now, 8, &accepted);

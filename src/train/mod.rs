@@ -105,7 +105,7 @@ fn train_alone(settings: &Settings, process_group: Option<&ProcessGroup>, stop: 
     let Some(process_group) = process_group else {
         return launcher.engine(&plan, &shape, Training { prepared, run_dir, meeting_place: None, stop, observer });
     };
-    let meeting_place = Some(processes::propose(process_group, (&plan, &shape), prepared.settings(), run_dir.dir())?);
+    let meeting_place = Some(processes::propose(process_group, &plan, prepared.settings(), run_dir.dir())?);
     let output_dir = prepared.settings().output_dir.clone();
     let this = ThisProcess { launch: &launcher, plan: &plan, shape: &shape, links: &process_group.links };
     this.lead(Training { prepared, run_dir, meeting_place, stop, observer }, &Following { output_dir: &output_dir })
@@ -146,9 +146,10 @@ fn drive<D: Kernels>(mut session: Session<D>, stop: &StopFlag, observer: &mut dy
 pub(crate) mod tests {
     use super::*;
     use crate::checkpoint;
-    use crate::config::options::{DeviceChoice, TrainLength};
+    use crate::config::options::DeviceChoice;
     use crate::disk::faults::{self, Mode};
     use crate::metrics::StepMetrics;
+    use crate::optim::schedule::TrainLength;
     use crate::planner::plan::Plan;
     use std::path::{Path, PathBuf};
 

@@ -12,18 +12,18 @@ use crate::units::Bytes;
 /// The work of a step, the place of the optimizer, and the predicted time: `2048 tokens a step, optimizer states of 14 of 16 buckets in
 /// host memory; predicted: 881 ms a step, about 4 minutes in all, limited by the device, at the rates of h200-pcie5`.
 pub(super) fn describe_plan(plan: &Plan, extent: &RunExtent) -> String {
-    let (count, offloaded) = (plan.layout.count(), plan.layout.offloaded());
-    let unified = plan.layout.buckets_in(Tier::Unified).len();
+    let (count, offloaded) = (plan.placement.layout.count(), plan.placement.layout.offloaded());
+    let unified = plan.placement.layout.buckets_in(Tier::Unified).len();
     let states = match offloaded {
         0 if unified > 0 => format!("optimizer states of {unified} of {count} buckets in unified memory"),
         0 => "every optimizer state on the device".into(),
         _ => format!("optimizer states of {offloaded} of {count} buckets offloaded"),
     };
-    let streamed = plan
-        .weight_ring
-        .map_or(String::new(), |ring| format!(", {} of weights streamed", Bytes((ring.ringed_elems * plan.dtype.bytes()) as u64)));
-    let limit = plan.predicted.map_or(String::new(), |predicted| format!(", limited by {}", predicted.bottleneck()));
-    let profile = &plan.machine.rates.profile;
+    let streamed = plan.placement.rings.weights.map_or(String::new(), |ring| {
+        format!(", {} of weights streamed", Bytes((ring.ringed_elems * plan.recipe.numerics.dtype.bytes()) as u64))
+    });
+    let limit = plan.forecast.predicted.map_or(String::new(), |predicted| format!(", limited by {}", predicted.bottleneck()));
+    let profile = &plan.site.machine.rates.profile;
     let time = |time| format!("predicted: {time}{limit}, at the rates of {profile}");
     let time = extent.predicted().map_or("no predicted time on a CPU".into(), time);
     format!("{} tokens a step, {states}{streamed}; {time}", plan.tokens_per_step())
@@ -32,9 +32,9 @@ pub(super) fn describe_plan(plan: &Plan, extent: &RunExtent) -> String {
 /// Planned and available memory: `device 79.1 GiB of 139.7 GiB, host 52.9 GiB of 251.0 GiB are planned`.
 pub(super) fn describe_memory(plan: &Plan) -> String {
     let [device, host] = plan.balances();
-    let each = if plan.ranks > 1 { "each GPU" } else { "GPU" };
-    let hosts = if plan.processes > 1 { "host of each process" } else { "host" };
-    match plan.machine.device {
+    let each = if plan.site.ranks > 1 { "each GPU" } else { "GPU" };
+    let hosts = if plan.site.processes > 1 { "host of each process" } else { "host" };
+    match plan.site.machine.device {
         DeviceMemory::Shared => format!("{} {}", hosts, planned_of(host)),
         DeviceMemory::Own { .. } => format!("{each} {}; {hosts} {}", planned_of(device), planned_of(host)),
     }

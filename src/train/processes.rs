@@ -37,14 +37,9 @@ pub(super) fn meet(settings: &Settings, stop: &StopFlag, observer: &mut dyn Obse
 ///
 /// # Errors
 /// Errors of the disk.
-pub(super) fn propose(
-    process_group: &ProcessGroup,
-    blueprint: (&Plan, &ModelShape),
-    settings: &Settings,
-    output_dir: &Dir,
-) -> Result<SharedFolderMarker> {
+pub(super) fn propose(process_group: &ProcessGroup, plan: &Plan, settings: &Settings, output_dir: &Dir) -> Result<SharedFolderMarker> {
     let (place, sign) = SharedFolderMarker::create(output_dir)?;
-    process_group.propose(blueprint, settings, sign)?;
+    process_group.propose(plan, settings, sign)?;
     Ok(place)
 }
 

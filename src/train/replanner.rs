@@ -45,7 +45,7 @@ impl Replanner {
     pub(super) fn new(settings: &Settings, plan: &Plan) -> Self {
         match settings.replan {
             // The new plan would not reach other processes.
-            _ if plan.processes > 1 => Self::Off,
+            _ if plan.site.processes > 1 => Self::Off,
             ReplanChoice::Auto if is_possible(plan) => Self::Watching(PlanWatch::new(settings.clone())),
             ReplanChoice::Random => Self::Random(settings.clone()),
             ReplanChoice::Auto | ReplanChoice::Off => Self::Off,
@@ -185,18 +185,18 @@ fn draw(settings: &Settings, plan: &Plan, shape: &ModelShape, step: u64) -> Repl
         return ReplanStep::Stay;
     }
     let places = |one_of: &mut dyn FnMut(usize) -> usize| Settings {
-        resident_buckets: if plan.techniques.repartition {
-            ResidentBuckets::Count(one_of(plan.layout.count() + 1))
+        resident_buckets: if plan.protocol.techniques.repartition {
+            ResidentBuckets::Count(one_of(plan.placement.layout.count() + 1))
         } else {
             settings.resident_buckets
         },
         activations: ActivationsChoice::value_variants()[one_of(ActivationsChoice::value_variants().len())],
-        weights: [if plan.ranks > 1 { WeightsChoice::Sharded } else { WeightsChoice::Flow }, WeightsChoice::Auto][one_of(2)],
+        weights: [if plan.site.ranks > 1 { WeightsChoice::Sharded } else { WeightsChoice::Flow }, WeightsChoice::Auto][one_of(2)],
         slots: Some(1 + one_of(6)),
         ..plan.fixed(settings)
     };
     // Not everything goes with everything: few weights, or none that are offloaded, do not stream.
-    let mut plans = (0..8).map(|_| Plan::new(&places(&mut one_of), shape, &plan.machine, plan.trace_spans > 0));
+    let mut plans = (0..8).map(|_| Plan::new(&places(&mut one_of), shape, &plan.site.machine, plan.site.trace_spans > 0));
     let plan = plans.find_map(|plan| plan.ok().filter(|plan| plan.shortage().is_none()));
     plan.map_or(ReplanStep::Stay, |plan| ReplanStep::Move(plan, "places drawn at random".into()))
 }
@@ -258,7 +258,7 @@ mod tests {
         let (ReplanStep::Note(words), step) = after_a_move(800, Verdict::Commit) else { panic!("it gained") };
         assert_eq!((words.as_str(), step), ("the plan gained 25.0 %: 1000 -> 800 ms a step, measured", looked));
         let (ReplanStep::Move(plan, words), step) = after_a_move(1100, Verdict::Commit) else { panic!("it lost") };
-        assert_eq!((plan.param_slots, step), (3, looked));
+        assert_eq!((plan.placement.param_slots, step), (3, looked));
         assert!(words.contains("1000 -> 1100 ms"), "{words}");
         let (ReplanStep::Note(words), _) = after_a_move(1100, Verdict::Clip(ClipScale(0.5))) else {
             panic!("steps that are clipped are not those that were not")
@@ -271,7 +271,9 @@ mod tests {
         let (settings, shape) = (Settings { seed: 3, ..Settings::demo() }, ModelShape::demo());
         let plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
         let drawn = |step| match draw(&settings, &plan, &shape, step) {
-            ReplanStep::Move(plan, _) => Some((plan.layout.offloaded(), plan.param_slots, plan.layer_policies)),
+            ReplanStep::Move(plan, _) => {
+                Some((plan.placement.layout.offloaded(), plan.placement.param_slots, plan.placement.layer_policies))
+            }
             _ => None,
         };
         let all: Vec<_> = (1..60).map(drawn).collect();

@@ -6,7 +6,7 @@ use super::packing;
 use super::session::SavedPosition;
 use crate::checkpoint::{self, Loaded, STEPS_MAX, engine_state};
 use crate::config::describe;
-use crate::config::options::{Resume, RunPart};
+use crate::config::options::Resume;
 use crate::config::settings::{OnResume, Settings};
 use crate::data::loader::DataPosition;
 use crate::device::Kernels;
@@ -16,6 +16,8 @@ use crate::engine::protocol::verdict::SpeculationHistory;
 use crate::error::{Error, Result};
 use crate::optim::PIECE_ELEMS;
 use crate::optim::clip::{ClipMemory, ClipRule};
+use crate::recipe::Recipe;
+use crate::recipe::part::RunPart;
 use serde::Deserialize;
 use serde_json::Value;
 use std::path::Path;
@@ -92,14 +94,20 @@ pub(super) struct Accepted {
     pub(super) run: Run,
 }
 
-/// Compares the checkpoint with this run: its data of `sequences` sequences, and `now`, its model, tokenizer and data.
+/// Compares the checkpoint with this run: its recipe, its data of `sequences` sequences, and `now`, its record.
 ///
 /// # Errors
 /// `Usage` with both values for a difference that was not accepted; `Format` for an invalid manifest.
-pub(super) fn accept(loaded: Loaded, settings: &Settings, sequences: usize, now: Run, observer: &mut dyn Observer) -> Result<Accepted> {
+pub(super) fn accept(
+    loaded: Loaded,
+    settings: &Settings,
+    (recipe, sequences): (&Recipe, usize),
+    now: Run,
+    observer: &mut dyn Observer,
+) -> Result<Accepted> {
     let path = loaded.manifest_path();
     let (trainer, recorded) = (&loaded.manifest().trainer, &loaded.manifest().run);
-    let then = &identity::completed(recorded);
+    let then = &recipe.complete(recorded.clone());
     let wrong = |cause: &dyn std::fmt::Display| Error::format(&path, cause);
     let saved = SavedPosition::deserialize(&trainer.data_position).map_err(|e| wrong(&format_args!("data position: {e}")))?;
     let history = SpeculationHistory::deserialize(&trainer.speculation).map_err(|e| wrong(&format_args!("speculation: {e}")))?;
@@ -143,7 +151,7 @@ impl Accepted {
     /// A tensor that the model does not have or that cannot be read; the device's.
     pub(super) fn restore<D: Kernels>(mut self, engine: &mut Engine<D>) -> Result<DataPosition> {
         let trainer = &self.loaded.manifest().trainer;
-        let mut loss_scale = LossScale::new(engine.plan().dtype);
+        let mut loss_scale = LossScale::new(engine.plan().recipe.numerics.dtype);
         loss_scale.restore(trainer.loss_scale.scale, trainer.loss_scale.good_steps);
         // Before the state: moments of another format are rounded as that step rounds.
         engine.resume(trainer.step, trainer.optimizer_step, loss_scale, self.history, self.clip_memory)?;
@@ -223,6 +231,7 @@ mod tests {
     use crate::data::rows::batch::{Batch, Batches, arrays};
     use crate::data::rows::row_table::Packing;
     use crate::engine::protocol::verdict::Verdict;
+    use crate::recipe::tests::recipe;
     use crate::train::tests::RecordingObserver;
     use proptest::prelude::*;
     use serde_json::json;
@@ -267,7 +276,8 @@ mod tests {
 
     fn resumed(path: &Path, allowed: &[RunPart], sequences: usize, now: Run) -> (Result<Accepted>, Vec<String>) {
         let mut messages = RecordingObserver::default();
-        let accepted = checkpoint::open(path).and_then(|loaded| accept(loaded, &settings(allowed), sequences, now, &mut messages));
+        let accepted =
+            checkpoint::open(path).and_then(|loaded| accept(loaded, &settings(allowed), (&recipe(), sequences), now, &mut messages));
         (accepted, messages.0)
     }
 
@@ -343,8 +353,9 @@ mod tests {
         forge(&path, &older);
         let saved = checkpoint::open(&path).unwrap().manifest().trainer.settings.clone();
         let settled = |packing| packing::settle(&Settings { packing, ..settings(&[]) }, Some(&saved), &mut |_| ()).unwrap();
-        let resumes =
-            |packing| accept(checkpoint::open(&path).unwrap(), &settled(packing), SEQUENCES, run(), &mut RecordingObserver::default());
+        let resumes = |packing| {
+            accept(checkpoint::open(&path).unwrap(), &settled(packing), (&recipe(), SEQUENCES), run(), &mut RecordingObserver::default())
+        };
         assert!(resumes(Packing::Auto).is_ok() && resumes(Packing::Wrapped).is_ok());
         let refused = resumes(Packing::Bfd).err().unwrap().to_string();
         assert!(refused.starts_with("--packing: packing was \"wrapped\"") && refused.contains("is \"bfd\" now"), "{refused}");

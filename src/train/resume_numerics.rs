@@ -1,61 +1,31 @@
 //! A resumed run keeps settings of its checkpoint: how a step is cut into micro-batches and shares, unless flags change it, and
 //! the plan's decisions that change bits, unless a change is allowed. Changes of GPU, driver and libraries are only reported.
 
-use super::identity::{ATTENTION_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, MATMUL, MLP_TILE, PLAIN_MATMUL, Run, SEQUENCE_RANKS, differences};
+use super::identity::{Run, differences};
 use super::observer::Observer;
 use crate::checkpoint::Loaded;
 use crate::config::checks::STEP_TOKENS_MAX;
 use crate::config::describe;
-use crate::config::options::{ExpertProductsChoice, RunPart};
+use crate::config::options::ExpertProductsChoice;
 use crate::config::settings::Settings;
-use crate::device::{Attention, DeviceKind, ExpertProducts};
+use crate::device::ExpertProducts;
 use crate::error::{Error, Result};
 use crate::model::activations::LossTile;
-use crate::model::fp8;
-use crate::planner::plan::Plan;
+use crate::recipe::part::RunPart;
+use crate::recipe::record::{EXPERT_PRODUCTS, GRADIENT_GROUP, LOSS_TILE, SEQUENCE_RANKS, STEP};
 use crate::units::counted;
-use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde::Deserialize;
+use serde_json::Value;
 use std::fmt::Display;
 
-/// Key of [`StepShape`] in a checkpoint's `run`.
-const STEP: &str = "step";
 /// Key of the versions (besides program and plan) on which the device's bits depend.
 const COMPUTED_WITH: &str = "computed_with";
-/// Key of the loss's tile in the part [`RunPart::Numerics`].
-const LOSS_TILE: &str = "loss_tile";
 
-/// How a step is cut.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct StepShape {
+/// How the steps of a checkpoint are cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+struct SavedStep {
     micro_batches: usize,
     gradient_shares: usize,
-}
-
-/// Writes the decisions of `plan` into the record of its run.
-pub(super) fn record(plan: &Plan, run: &mut Run) {
-    let attention = match plan.attention {
-        Attention::Plain => "plain",
-        Attention::Cudnn { deterministic: true } => "cudnn",
-        Attention::Cudnn { deterministic: false } => "cudnn, nondeterministic",
-    };
-    let computed_on = if plan.machine.kind == DeviceKind::Cpu { "cpu" } else { "gpu" };
-    let matmul = if plan.fp8 { fp8::RECIPE } else { PLAIN_MATMUL };
-    let numerics = json!({
-        LOSS_TILE: plan.loss_tile,
-        "attention": attention,
-        EXPERT_PRODUCTS: plan.expert_products,
-        // Queries and keys; blocks that had all keys were a number.
-        ATTENTION_BLOCK: plan.attention_block.map(|block| [block; 2]),
-        MLP_TILE: plan.mlp_tile,
-        "computed_on": computed_on,
-        MATMUL: matmul,
-        SEQUENCE_RANKS: plan.sequence_ranks,
-        GRADIENT_GROUP: plan.gradient_group,
-    });
-    run.insert(RunPart::Numerics.name().into(), numerics);
-    run.insert(RunPart::Moments.name().into(), json!(plan.moments));
-    run.insert(STEP.into(), json!(StepShape { micro_batches: plan.grad_accum_steps, gradient_shares: plan.partial_sums }));
 }
 
 /// Writes `versions` of the device into the record of its run, and reports those that differ from the checkpoint's. A machine
@@ -108,7 +78,7 @@ fn has_given_steps(settings: &Settings) -> bool {
 }
 
 /// Reports where steps are cut otherwise than the checkpoint's.
-fn log_changed_cut(kept: &Settings, then: StepShape, observer: &mut dyn Observer) {
+fn log_changed_cut(kept: &Settings, then: SavedStep, observer: &mut dyn Observer) {
     let (now, partial_sums) = (kept.micro_batches(), kept.partial_sums());
     if then.micro_batches != now {
         observer.warn(&format!(
@@ -122,7 +92,7 @@ fn log_changed_cut(kept: &Settings, then: StepShape, observer: &mut dyn Observer
 }
 
 /// The error when the checkpoint's steps cannot be cut as `settings` require, with all the flags that cut them otherwise.
-fn cannot_be_kept(settings: &Settings, then: StepShape, loaded: &Loaded) -> Error {
+fn cannot_be_kept(settings: &Settings, then: SavedStep, loaded: &Loaded) -> Error {
     let devices = settings.ranks_in_words();
     let all = settings.tokens_per_step.map_or(devices.clone(), |tokens| format!("--tokens-per-step {tokens} with {devices}"));
     let partial_sums = counted(then.gradient_shares, "gradient share");
@@ -135,7 +105,7 @@ fn cannot_be_kept(settings: &Settings, then: StepShape, loaded: &Loaded) -> Erro
 }
 
 /// Flags with which steps are cut so that the run can continue: as near to the checkpoint and to `settings` as possible.
-fn cut_anew(settings: &Settings, then: StepShape, group: usize) -> Option<String> {
+fn cut_anew(settings: &Settings, then: SavedStep, group: usize) -> Option<String> {
     let group = settings.gradient_group.or(Some(group).filter(|group| *group > 1));
     let cut = |partial_sums: usize| {
         let open = Settings { gradient_shares: Some(partial_sums), gradient_group: group, ..settings.clone() };
@@ -168,14 +138,14 @@ fn numeric(loaded: &Loaded, key: &str) -> usize {
 }
 
 /// Checkpoints older than shares keep the micro-batches among their settings.
-fn step_shape(loaded: &Loaded) -> Result<StepShape> {
+fn step_shape(loaded: &Loaded) -> Result<SavedStep> {
     let manifest = loaded.manifest();
     let micro_batches = || manifest.trainer.settings["gradient_accumulation_steps"].as_u64().unwrap_or(1) as usize;
     let shape = match manifest.run.get(STEP) {
-        Some(step) => StepShape::deserialize(step).map_err(|e| Error::format(loaded.manifest_path(), format_args!("step: {e}")))?,
-        None => StepShape { micro_batches: micro_batches(), gradient_shares: 1 },
+        Some(step) => SavedStep::deserialize(step).map_err(|e| Error::format(loaded.manifest_path(), format_args!("step: {e}")))?,
+        None => SavedStep { micro_batches: micro_batches(), gradient_shares: 1 },
     };
-    let StepShape { micro_batches, gradient_shares } = shape;
+    let SavedStep { micro_batches, gradient_shares } = shape;
     let possible = 1..=STEP_TOKENS_MAX;
     let parts = micro_batches.saturating_mul(numeric(loaded, SEQUENCE_RANKS));
     if !possible.contains(&micro_batches) || gradient_shares == 0 || !parts.is_multiple_of(gradient_shares) {
@@ -210,6 +180,7 @@ fn loss_tile(loaded: &Loaded) -> Result<Option<LossTile>> {
 mod tests {
     use super::*;
     use crate::train::tests::RecordingObserver;
+    use serde_json::json;
 
     #[test]
     fn a_run_resumes_with_its_expert_products_unless_others_are_requested() {

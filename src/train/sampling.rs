@@ -54,7 +54,7 @@ impl TextSampler {
     /// # Errors
     /// The engine's; `Interrupted`.
     pub(super) fn texts<D: Kernels>(&self, engine: &mut Engine<D>, stop: &StopFlag) -> Result<Vec<String>> {
-        let (mut texts, rows) = (Vec::new(), engine.plan().batch);
+        let (mut texts, rows) = (Vec::new(), engine.plan().recipe.step.micro_batch);
         for prompts in self.prompts.chunks(rows) {
             let written = self.written(engine, prompts, texts.len(), stop)?;
             for (prompt, row) in prompts.iter().zip(written) {
@@ -66,7 +66,7 @@ impl TextSampler {
 
     /// The rows that begin with `prompts`, the first of which is number `first`.
     fn written<D: Kernels>(&self, engine: &mut Engine<D>, prompts: &[Vec<u32>], first: usize, stop: &StopFlag) -> Result<Vec<Vec<u32>>> {
-        let (vocab, seq_length) = (engine.shape().vocab, engine.plan().seq_length);
+        let (vocab, seq_length) = (engine.shape().vocab, engine.plan().recipe.step.seq_length);
         let (mut rows, mut logits) = (prompts.to_vec(), Vec::new());
         let mut open: Vec<usize> = (0..rows.len()).collect();
         let mut dice: Vec<_> = (first..).take(rows.len()).map(|number| self.dice(number)).collect();

@@ -141,7 +141,7 @@ impl<D: Kernels> Session<D> {
     ) -> Result<Self> {
         let CheckpointContents { settings, model_files, run, plan, prompts, about } = contents;
         let step = engine.train_step();
-        let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.batch * plan.grad_accum_steps);
+        let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.recipe.step.micro_batch * plan.recipe.step.micro_batches);
         let facts = FactsLine::new(about, step, &settings, engine.plan(), engine.shape(), (step_work.tokens, step_work.flops));
         let start = SinkStart { dir: run_dir.dir(), step, facts: &facts };
         let sinks = StepSinks::open(&settings.report_to, &start, observer)?;
@@ -388,7 +388,7 @@ impl<D: Kernels> Session<D> {
         let saved = self.save(observer);
         if saved.is_err()
             && self.is_sound
-            && self.plan.processes == 1
+            && self.plan.site.processes == 1
             && let Some(line) = self.run_dir.hold()?
         {
             observer.warn(&line);
@@ -417,7 +417,7 @@ impl<D: Kernels> Session<D> {
     /// A checkpoint with the engine's state, by this process or by all.
     fn write_state(&mut self, run: Run) -> Result<Writer> {
         let trainer = self.trainer_state()?;
-        if self.plan.processes > 1 {
+        if self.plan.site.processes > 1 {
             return parts::save(&mut self.engine, self.run_dir.dir(), trainer, run);
         }
         let mut writer = Writer::create(self.run_dir.dir(), trainer, run)?;

@@ -11,7 +11,7 @@ use super::session::{CheckpointContents, Session};
 use super::{identity, model_files, overview, packing, previous_run, resume, resume_numerics, text};
 use crate::checkpoint::parts::part_bytes;
 use crate::checkpoint::{Loaded, checkpoint_bytes};
-use crate::config::options::{InitChoice, RunPart, TrainLength};
+use crate::config::options::InitChoice;
 use crate::config::settings::Settings;
 use crate::data;
 use crate::data::context::Preparation;
@@ -37,10 +37,12 @@ use crate::model::shape::{DEMO_CONFIG, ModelShape};
 use crate::model::tensors::TensorTable;
 use crate::model::weights::{self, ModelWeights};
 use crate::model_dir::{CONFIG, ModelDir};
-use crate::optim::schedule::LrSchedule;
+use crate::optim::schedule::TrainLength;
 use crate::optim::state_array::StatePart;
 use crate::planner::plan::Plan;
+use crate::planner::site::Site;
 use crate::progress_event::ProgressEvent;
+use crate::recipe::part::RunPart;
 use crate::signals::StopFlag;
 use crate::units::{Count, counted};
 use std::mem;
@@ -135,17 +137,20 @@ pub(super) fn prepare<'a>(
     text::warning(&settings, &tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
     let prompts = Prompts::of(&settings, &tokenizer)?;
     let mut run = identify(&settings, &source.shape, &tokenizer, &known, run_dir.map(RunDir::path), stop, observer)?;
-    resume_numerics::record(&plan, &mut run);
+    plan.recipe.record(&mut run);
     identity::record_directory(&mut run);
     settings.model.as_deref().and_then(Snapshot::at).iter().for_each(|snapshot| identity::record_model(&mut run, snapshot));
-    let resumed = resumed.map(|loaded| resume::accept(loaded, &settings, dataset.sequences(), run.clone(), observer)).transpose()?;
+    let resumed =
+        resumed.map(|loaded| resume::accept(loaded, &settings, (&plan.recipe, dataset.sequences()), run.clone(), observer)).transpose()?;
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
     let max_steps = max_steps(&settings, &dataset);
     if let Some(run_dir) = run_dir.filter(|_| resumed.as_ref().is_none_or(|accepted| accepted.step() < max_steps)) {
         run_dir.expect_free_bytes(source.checkpoint_bytes(&plan))?;
         check_file_size(format_args!("write a checkpoint into {}", run_dir.path().display()), part_bytes(&plan, 0))?;
     }
-    passes_a_step(plan.batch * plan.grad_accum_steps, dataset.sequences()).iter().for_each(|line| observer.detail(line));
+    passes_a_step(plan.recipe.step.micro_batch * plan.recipe.step.micro_batches, dataset.sequences())
+        .iter()
+        .for_each(|line| observer.detail(line));
     let trained = 100.0 - 100.0 * dataset.untrained() as f64 / dataset.tokens() as f64;
     let has_masks = dataset.untrained() > 0 || tokenizer.reads_answers();
     let trained = if has_masks { format!(" ({trained:.1} % trained)") } else { String::new() };
@@ -197,7 +202,7 @@ impl PreparedRun<'_> {
 
     /// The device as the plan has it.
     fn planned_device(&self) -> String {
-        let Plan { threads, isa, .. } = self.plan;
+        let Site { threads, isa, .. } = self.plan.site;
         if self.launch.chosen.is_gpu() { "not opened yet".into() } else { format!("cpu ({}, {isa})", counted(threads, "thread")) }
     }
 
@@ -281,19 +286,14 @@ impl PreparedRun<'_> {
         remove_others(run_dir.dir(), &known);
         known.save(run_dir.path(), tokenizer.rules())?;
         let evaluation = eval_dataset.map(|eval| Evaluation::new(&settings, eval, position, dataset.sequences()));
-        let loader = Loader::new(dataset, plan.batch, settings.seed, !settings.no_shuffle, position)?;
+        let loader = Loader::new(dataset, plan.recipe.step.micro_batch, settings.seed, !settings.no_shuffle, position)?;
         let rates = launch.chosen.rates_from.as_ref().map(|rates| format!("rates   {rates}"));
         let pages = engine.host_memory().report(Path::new("/"));
         observer.detail(&plan.to_string());
         rates.into_iter().chain([format!("pages   {pages}"), format!("resctrl {partition}")]).for_each(|line| observer.detail(&line));
         source.shape.ignored_dropout.iter().for_each(|key| observer.warn(&format!("dropout is not applied: config.json sets {key}")));
         observer.begin(&plan, &facts);
-        let schedule = LrSchedule {
-            scheduler: settings.lr_scheduler_type,
-            peak_lr: settings.learning_rate,
-            warmup_steps: settings.warmup(max_steps),
-            max_steps,
-        };
+        let schedule = plan.recipe.lr_schedule(max_steps);
         let about = RunDescription {
             machine: MachineFacts::new(&launch.topology),
             device,
@@ -428,7 +428,7 @@ fn describe_device(launch: &Launcher, plan: &Plan, device: &str) -> String {
     let why = chosen.note.as_ref().map_or(String::new(), |note| format!("; auto: {note}"));
     let gpus: Vec<_> = chosen.gpus.iter().map(ToString::to_string).collect();
     let gpus = if gpus.is_empty() { String::new() } else { gpus.join(", ") + ": " };
-    let processes = if plan.processes > 1 { format!("; process 0 of {}", plan.processes) } else { String::new() };
+    let processes = if plan.site.processes > 1 { format!("; process 0 of {}", plan.site.processes) } else { String::new() };
     format!("{gpus}{device} on {}{why}{processes}", topology.cpu_model.as_deref().unwrap_or("an unnamed processor"))
 }
 
@@ -440,7 +440,7 @@ fn model_place(settings: &Settings) -> String {
 
 /// Place, architecture and size of the model, and the format that it computes in.
 fn describe_model(settings: &Settings, plan: &Plan, shape: &ModelShape) -> String {
-    let (from, params, dtype) = (printable(model_place(settings)), Count(plan.params), plan.dtype);
+    let (from, params, dtype) = (printable(model_place(settings)), Count(plan.params()), plan.recipe.numerics.dtype);
     let (ModelShape { channels, vocab, layers, .. }, Attn { heads, kv_heads, .. }) = (shape, shape.layers[0].attn);
     let (architecture, layers) = (shape.family.architecture(), layers.len());
     format!(
@@ -460,7 +460,7 @@ fn first_weights(settings: &Settings, shape: &ModelShape) -> Result<Option<Model
 fn begin<D: Kernels>(engine: &mut Engine<D>, seed: u64, weights: Option<&ModelWeights>) -> Result<DataPosition> {
     match weights {
         Some(weights) => weights.read(|start, block| engine.write_state(StatePart::PARAMS, start, block))?,
-        None => engine.init_state(seed, engine.plan().threads)?,
+        None => engine.init_state(seed, engine.plan().site.threads)?,
     }
     engine.send_weights()?;
     Ok(DataPosition::default())

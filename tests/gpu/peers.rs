@@ -209,7 +209,7 @@ fn ringed(ranks: &Ranks<'_>) -> Outcome {
         };
         let needed = plan("weights = \"replicated\"\n")?.balances()[0].needed;
         let limit = format!("weights = \"replicated\"\nhbm-limit = \"{}MiB\"\n", (needed >> 20) - 32);
-        require(plan(&limit)?.grad_ring.is_some(), || "no ring was planned".into())?;
+        require(plan(&limit)?.placement.rings.grads.is_some(), || "no ring was planned".into())?;
         Ok(limit)
     })
 }

@@ -69,7 +69,7 @@ pub fn check<D: Kernels>(engine: &Engine<D>, on: DeviceKind) -> Result<(), Strin
     let (plan, shape) = (engine.plan(), engine.shape());
     let activations = ActivationPlan::new(plan.micro_batch(shape)).map_err(|error| error.to_string())?;
     let class_of = |name: &str, classes: &[(&'static str, &'static str)]| match classes.iter().find(|(known, _)| *known == name) {
-        Some((_, "parameter slots")) if plan.weight_ring.is_some() && plan.ranks == 1 => Ok("streamed weights"),
+        Some((_, "parameter slots")) if plan.placement.rings.weights.is_some() && plan.site.ranks == 1 => Ok("streamed weights"),
         Some((_, class)) => Ok(*class),
         None if name == "attention workspace" => Ok("attention workspace"),
         None if activations.allocations().iter().any(|known| known.name == name) => Ok("activations"),
@@ -82,17 +82,21 @@ pub fn check<D: Kernels>(engine: &Engine<D>, on: DeviceKind) -> Result<(), Strin
     for (name, bytes) in engine.host_memory().allocations() {
         *taken.entry(class_of(name, &ON_HOST)?).or_default() += bytes;
     }
-    let attention = shape.attention(plan.batch, plan.seq_length, 0);
-    let own: Vec<_> =
-        if on == plan.machine.kind { vec![] } else { plan.machine.kind.own_memory(plan.attention, &[attention], plan.separates_documents) };
-    for class in &plan.memory {
+    let attention = shape.attention(plan.recipe.step.micro_batch, plan.recipe.step.seq_length, 0);
+    let own: Vec<_> = if on == plan.site.machine.kind {
+        vec![]
+    } else {
+        plan.site.machine.kind.own_memory(plan.recipe.numerics.attention, &[attention], plan.recipe.separates_documents())
+    };
+    for class in &plan.forecast.memory {
         if NOT_TAKEN.contains(&class.name) || own.iter().any(|own| own.name == class.name) {
             continue;
         }
-        let ring =
-            [("weights", plan.weight_ring), ("gradients", plan.grad_ring)].iter().any(|(name, ring)| *name == class.name && ring.is_some());
-        let rounded = if ring && on != plan.machine.kind { plan.ranks * RING_CHUNK_BYTES } else { 1 };
-        let bytes = plan.ranks * taken.remove(class.name).unwrap_or(0);
+        let ring = [("weights", plan.placement.rings.weights), ("gradients", plan.placement.rings.grads)]
+            .iter()
+            .any(|(name, ring)| *name == class.name && ring.is_some());
+        let rounded = if ring && on != plan.site.machine.kind { plan.site.ranks * RING_CHUNK_BYTES } else { 1 };
+        let bytes = plan.site.ranks * taken.remove(class.name).unwrap_or(0);
         if !(class.bytes.saturating_sub(rounded - 1)..=class.bytes).contains(&bytes) {
             return Err(format!("{}: {bytes} bytes taken, {} planned\n{plan}", class.name, class.bytes));
         }

@@ -157,7 +157,7 @@ pub struct Course<'a> {
 /// Trains on the built-in text.
 pub fn run_engine<D: Kernels>(mut engine: Engine<D>, settings: &Settings, course: Course<'_>) -> Result<Run> {
     let Course { steps, before_data, moves } = course;
-    let (batch, vocab, prepared) = (engine.plan().batch, engine.shape().vocab, engine.product_algorithms().len());
+    let (batch, vocab, prepared) = (engine.plan().recipe.step.micro_batch, engine.shape().vocab, engine.product_algorithms().len());
     let specs = engine.table().specs().to_vec();
     for spec in &specs {
         let mut params = vec![0.0; spec.elems()];
@@ -194,9 +194,9 @@ pub fn run_engine<D: Kernels>(mut engine: Engine<D>, settings: &Settings, course
 
 /// Changes to `plan`, which must fit. With one device, checks that exactly the planned memory is allocated.
 fn move_to<D: Kernels>(engine: &mut Engine<D>, plan: Plan) -> Result<()> {
-    let kind = plan.machine.kind;
+    let kind = plan.site.machine.kind;
     engine.replan(plan)?.map_or(Ok(()), Err)?;
-    if engine.plan().ranks > 1 {
+    if engine.plan().site.ranks > 1 {
         return Ok(());
     }
     planned::check(engine, kind).map_err(|wrong| Error::resource("take what another plan says", wrong))
@@ -469,8 +469,9 @@ fn summed_on_the_host<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     let common = format!("{}{nan}bucket-mib = 0.0625\nresident-buckets = 0\ngradient-shares = 3\n", subject.settings);
     let train = |lines: &str, sums_on_host: bool| {
         let settings = Settings::resolve(toml::from_str(&format!("{RECIPE}{common}{lines}")).map_err(Error::usage)?)?;
-        let plan = Plan { sums_on_host, ..Plan::new(&settings, &shape(), &subject.machine, false)? };
-        let elems = plan.layout.offloaded_elems() as u64;
+        let mut plan = Plan::new(&settings, &shape(), &subject.machine, false)?;
+        plan.placement.rings.sums_on_host = sums_on_host;
+        let elems = plan.placement.layout.offloaded_elems() as u64;
         let engine = (subject.engine)(&plan, &shape(), &Topology::this_machine())?;
         let run = run_engine(engine, &settings, Course { steps: 8, before_data: &mut || (), moves: &|_| Ok(None) })?;
         Ok::<_, Error>((run, elems))

@@ -9,10 +9,11 @@ use std::fs;
 use std::path::Path;
 
 /// Folders of `src/`, and files next to them, from the bottom floor up. Each may import its own floor and those below, without cycles.
-const FLOORS: [&[&str]; 13] = [
-    &["disk", "dtype", "error", "hub", "memory", "model_dir", "progress_event", "signals", "sync", "trace", "units"],
+const FLOORS: [&[&str]; 14] = [
+    &["disk", "dtype", "error", "faults", "hub", "memory", "model_dir", "progress_event", "scalar", "signals", "sync", "trace", "units"],
     &["data", "hardware", "optim"],
     &["bucket", "device", "host", "model", "ranks"],
+    &["recipe"],
     &["config"],
     &["planner"],
     &["engine"],

@@ -11,7 +11,7 @@ use std::fmt;
 use std::time::Instant;
 use superoffload::internals::dtype::Dtype;
 use superoffload::internals::hardware::Topology;
-use superoffload::internals::host::{HugePagesChoice, Latency, Placement, ResctrlGroup, WakeUp};
+use superoffload::internals::host::{CpuPlacement, HugePagesChoice, Latency, ResctrlGroup, WakeUp};
 use superoffload::internals::optim::{AdamKernels, BLOCK, Grads, Isa, Weights};
 use superoffload::{Error, Result};
 
@@ -73,7 +73,7 @@ fn memory(options: &Options, threads: &[usize]) -> Result<Vec<Fact>> {
 
 /// Measures the time from a job's submission to its end for an empty job, with spinning workers and with sleeping workers.
 fn wake_up(threads: usize) -> Result<Vec<Fact>> {
-    let measured = WakeUp::measure(threads, Placement::on(&Topology::this_machine(), threads))?;
+    let measured = WakeUp::measure(threads, CpuPlacement::on(&Topology::this_machine(), threads))?;
     let fact = |what: &str, ns: u64| Fact { what: format!("wake-up, {what}"), threads, value: ns as f64 * 1e-3, unit: "us" };
     let kinds = [("spinning", measured.spinning), ("asleep", measured.parked)];
     let facts = |(what, latency): (&str, Latency)| {

@@ -59,25 +59,25 @@ impl StepScratch {
         bounce_buffer: &BounceBuffer,
         lease: &mut Lease,
     ) -> Result<(Self, Arc<Model>, Option<WeightFlow>)> {
-        let (table, flat) = (TensorTable::new(shape), plan.layout.flat_elems());
-        let weights = lease.alloc_flat(dev, "weights", flat, plan.dtype, plan.weight_ring)?;
-        let grads = lease.alloc_flat(dev, "gradients", flat, plan.dtype, plan.grad_ring)?;
+        let (table, flat) = (TensorTable::new(shape), plan.placement.layout.flat_elems());
+        let weights = lease.alloc_flat(dev, "weights", flat, plan.recipe.numerics.dtype, plan.placement.rings.weights)?;
+        let grads = lease.alloc_flat(dev, "gradients", flat, plan.recipe.numerics.dtype, plan.placement.rings.grads)?;
         let mut activations = ActivationPlan::new(plan.micro_batch(shape))?.allocate(dev, host, lease)?;
         activations.sequence = plan.sequence_rank(slices.rank());
         for (rope, target) in shape.ropes.iter().zip(&activations.rope_tables) {
-            let table = RopeTable::new(rope, plan.seq_length);
+            let table = RopeTable::new(rope, plan.recipe.step.seq_length);
             bounce_buffer.fill((dev, host), *target, |elems, bytes| table.write(elems, bytemuck::cast_slice_mut(bytes)))?;
         }
-        let casts = plan.device_casts() && plan.layout.offloaded() > 0;
+        let casts = plan.device_casts() && plan.placement.layout.offloaded() > 0;
         let mut staging = |name| lease.alloc(dev, name, if casts { slices.slice_elems() } else { 0 }, Dtype::Float32);
         let (staging_d2h, staging_h2d) = (staging("gradient staging")?, staging("parameter staging")?);
         let step = step_memory(plan, slices, &table, (dev, host), lease)?;
         let source = if plan.streams_from_host() { Source::Host(step.params.memory) } else { Source::Ranks };
         // Peers may still pull gradients when this rank no longer needs them.
-        let spare = if slices.ranks() == 1 { distinct(grads, plan.grad_ring) } else { grads.slice(0, 0) };
-        let flow = plan.weight_ring.map(|ring| WeightFlow::new(dev, &table, ring, source, (weights, spare))).transpose()?;
-        let tokens = plan.batch * plan.seq_length;
-        let rows = LateRows::take(&plan.layout, (shape, &table), tokens, (dev, host), lease)?;
+        let spare = if slices.ranks() == 1 { distinct(grads, plan.placement.rings.grads) } else { grads.slice(0, 0) };
+        let flow = plan.placement.rings.weights.map(|ring| WeightFlow::new(dev, &table, ring, source, (weights, spare))).transpose()?;
+        let tokens = plan.recipe.step.micro_batch * plan.recipe.step.seq_length;
+        let rows = LateRows::take(&plan.placement.layout, (shape, &table), tokens, (dev, host), lease)?;
         let model = Arc::new(Model::new(shape.clone(), weights, grads, activations)?);
         Ok((Self { step, staging_d2h, staging_h2d, rows, lease: Lease::default() }, model, flow))
     }
@@ -107,12 +107,12 @@ fn step_memory<D: Device>(
     let offloaded = slices.elems_in(Tier::Host).len();
     let slot_elems = slices.slice_elems().min(offloaded);
     let mut slots = |name: &str, count: usize| -> Result<SlotMemory> {
-        let slot_bytes = slot_elems * plan.link_dtype.bytes();
+        let slot_bytes = slot_elems * plan.protocol.link_dtype.bytes();
         let memory = lease.alloc_pinned((dev, host), name, count * slot_bytes, slot_bytes)?;
-        Ok(SlotMemory { memory, slot_elems, dtype: plan.link_dtype })
+        Ok(SlotMemory { memory, slot_elems, dtype: plan.protocol.link_dtype })
     };
-    let (grads, params) = (slots("gradient slots", plan.grad_slots)?, slots("parameter slots", plan.param_slots)?);
-    let (segments, kernels) = (local_segments(&segments(table), slices), AdamKernels::new(plan.isa)?);
+    let (grads, params) = (slots("gradient slots", plan.placement.grad_slots)?, slots("parameter slots", plan.placement.param_slots)?);
+    let (segments, kernels) = (local_segments(&segments(table), slices), AdamKernels::new(plan.site.isa)?);
     Ok(StepMemory { grads, params, segments, optimizer: plan.optimizer(), kernels })
 }
 

@@ -34,7 +34,7 @@ impl KeptSums {
 impl PartialSumChain {
     /// The addition of the partial sums of `plan`.
     pub(in crate::engine) fn of(plan: &Plan) -> Self {
-        Self { partial_sums: plan.partial_sums, gradient_group: plan.gradient_group }
+        Self { partial_sums: plan.recipe.step.shares, gradient_group: plan.recipe.step.group }
     }
 
     /// The addition of the sums of its groups.

@@ -3,7 +3,7 @@
 //! for each transport.
 
 use crate::checkpoint::engine_state;
-use crate::config::options::{FaultKind, FaultPhase, RankFault, Strategy, Technique, WeightsChoice};
+use crate::config::options::{Strategy, Technique, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::device::cpu::CpuDevice;
 use crate::device::cpu::nccl_stand_in::NcclStandInHub;
@@ -12,6 +12,7 @@ use crate::engine::executor::Engine;
 use crate::engine::protocol::verdict::Verdict;
 use crate::engine::ranks::peer_exchange::PeerTransport;
 use crate::error::{Error, Result};
+use crate::faults::{FaultKind, FaultPhase, RankFault};
 use crate::hardware::topology::Topology;
 use crate::host::doorbell::Doorbell;
 use crate::launch::cpu_slice::{self, CpuSlice};
@@ -97,8 +98,9 @@ fn be<U: UseEngine>(
     let links =
         Links::meet(meeting, HelloMessage { host: "here".into(), ..HelloMessage::default() }, (&StopFlag::default(), &mut |_| ()), None)?;
     let (progress, connections) = links.attach(|remote| ProgressCounters::linked(plan.board_sizes(), remote), 1 << 20)?;
-    let adversary = plan.adversary.map(|seed| seed + process as u64);
-    let shares = cpu_slice::of(&Plan { adversary, ..plan.clone() }, &Topology::this_machine(), &vec![None; meeting.ranks]);
+    let mut of_process = plan.clone();
+    of_process.site.adversary = plan.site.adversary.map(|seed| seed + process as u64);
+    let shares = cpu_slice::of(&of_process, &Topology::this_machine(), &vec![None; meeting.ranks]);
     let make = |share: &CpuSlice, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
     let lead = |mut engine: Engine<CpuDevice>, context: &RankContext| {
         begin(process, &mut engine).map_err(|error| context.attribute(error))?;
@@ -153,7 +155,7 @@ fn after<U: UseEngine + Copy + Send>(
 where
     U::Output: Send,
 {
-    let (processes, ranks) = (plan.processes, plan.ranks / plan.processes);
+    let (processes, ranks) = (plan.site.processes, plan.site.ranks / plan.site.processes);
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     std::thread::scope(|scope| {
         let start = |process| {
@@ -243,7 +245,7 @@ fn swaps_of_weights_that_ranks_share_give_the_bits_of_one_rank_that_has_all() {
             ..settings(processes)
         };
         let sharded = Settings { weights, adversary, ..base.clone() };
-        assert_eq!(plan(&sharded).fully_sharded, weights == FullySharded);
+        assert_eq!(plan(&sharded).placement.rings.fully_sharded, weights == FullySharded);
         assert_eq!(as_processes(&sharded, 6).swap_remove(0).unwrap().unwrap(), as_ranks(&base, 6), "{sharded:?}");
     }
 }
@@ -268,7 +270,9 @@ fn even(settings: &Settings, machine: &Machine) -> (Plan, ModelShape) {
         let shape = ModelShape::parse(&config, Path::new("config.json")).unwrap().with_layers(6);
         (Plan::new(settings, &shape, machine, false).unwrap(), shape)
     };
-    let is_even = |plan: &Plan| (0..plan.layout.count()).all(|bucket| (plan.layout.range(bucket).len() / BLOCK).is_multiple_of(plan.ranks));
+    let is_even = |plan: &Plan| {
+        (0..plan.placement.layout.count()).all(|bucket| (plan.placement.layout.range(bucket).len() / BLOCK).is_multiple_of(plan.site.ranks))
+    };
     (256..1024).step_by(16).map(of).find(|(plan, _)| is_even(plan)).expect("a row of the embedding is a part of a block")
 }
 
@@ -286,7 +290,7 @@ fn every_memory_class_of_a_plan_for_several_processes_matches_allocations() {
         }
         let settings = Settings { gpus, weights, bucket_mib: Some(0.1875), ..settings(processes) };
         let (plan, shape) = even(&settings, &machine);
-        assert_eq!(plan.weight_ring.is_some(), weights != WeightsChoice::Replicated);
+        assert_eq!(plan.placement.rings.weights.is_some(), weights != WeightsChoice::Replicated);
         for key in [None, Some(NcclStandInHub::open())] {
             by_way(&plan, &shape, Compared, key).swap_remove(0).unwrap();
         }
@@ -303,10 +307,10 @@ fn the_sum_of_a_group_leaves_its_process_once() {
         NcclStandInHub::sent_bytes(&key)
     };
     let (shares, groups) = (sent(&flat), sent(&Settings { gradient_group: Some(2), ..flat.clone() }));
-    let bytes = (plan(&flat).layout.flat_elems() * plan(&flat).dtype.bytes()) as u64;
+    let bytes = (plan(&flat).placement.layout.flat_elems() * plan(&flat).recipe.numerics.dtype.bytes()) as u64;
     assert_eq!(shares - groups, 4 * (bytes / 2 - bytes / 4));
     // Weights are sent at the start, after the step, and after the simulated resume; connections exchange one word between each pair.
-    let words = 8 * plan(&flat).dtype.bytes() as u64;
+    let words = 8 * plan(&flat).recipe.numerics.dtype.bytes() as u64;
     assert_eq!(groups, bytes + 3 * bytes + words);
 }
 
@@ -339,7 +343,7 @@ fn the_failure_of_one_ends_all_that_wait_for_it() {
 fn processes_that_swap_in_another_order_end_with_an_error() {
     let settings = settings(2);
     let (plan, shape) = (plan(&settings), shape(&settings));
-    assert_eq!(plan.layout.range(0).len(), plan.layout.range(1).len());
+    assert_eq!(plan.placement.layout.range(0).len(), plan.placement.layout.range(1).len());
     let begun = |orders: [[usize; 2]; 2]| {
         let begin = |process: usize, engine: &mut Engine<CpuDevice>| -> Result<()> {
             orders[process].into_iter().try_for_each(|bucket| engine.exchange.swap_weights(&mut engine.dev, bucket))

@@ -67,18 +67,18 @@ impl<C> PeerExchange<C> {
         rendezvous: Arc<Rendezvous<C>>,
         transport: PeerTransport,
     ) -> Result<Self> {
-        let slices = Slices::new(plan.layout.clone(), context.rank, context.progress.ranks());
+        let slices = Slices::new(plan.placement.layout.clone(), context.rank, context.progress.ranks());
         let (mut lease, relays) = (Lease::default(), !matches!(transport, PeerTransport::Memory));
         Ok(Self {
             own: SliceMemory::take(&mut lease, dev, plan, &slices)?,
             inter_node: InterNode::new(dev, plan, &slices, context.progress.local_ranks(), transport)?,
             lease,
             gradients: gradients::PeerGradients::new(dev, plan, &slices)?,
-            weights: weights::PeerWeights::new(dev, plan.layout.count(), relays)?,
+            weights: weights::PeerWeights::new(dev, plan.placement.layout.count(), relays)?,
             reports: reports::PeerReports::new(),
             batches: orders::PeerBatches::new(plan, context.rank),
             meetings: meetings::PeerMeetings::new(rendezvous),
-            handovers: Handovers::new(dev, context.rank, plan.sequence_ranks)?,
+            handovers: Handovers::new(dev, context.rank, plan.recipe.step.sequence_ranks)?,
             peers: Vec::new(),
             slices,
             context,

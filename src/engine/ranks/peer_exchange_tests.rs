@@ -53,14 +53,18 @@ fn partial(block: usize) -> f32 {
 
 fn plan(case: Case) -> Plan {
     let settings = Settings { seq_length: 8, per_device_train_batch_size: 1, ..Settings::demo() };
-    let plan = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(1), false).unwrap();
+    let mut plan = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(1), false).unwrap();
     let layout = BucketLayout::new(case.blocks * BLOCK, case.bucket_blocks * BLOCK, Tier::Device);
     let partial_sums = case.ranks * case.rounds;
     // A single rank keeps no slices of sums.
     let is_ringed = case.ranks > 1 && (1..layout.count()).contains(&case.ring);
     let ring = RingShape { ringed_elems: layout.flat_elems(), period_elems: case.ring * layout.bucket_elems() };
     let grad_ring = is_ringed.then_some(ring);
-    Plan { layout, dtype: Dtype::Float32, ranks: case.ranks, partial_sums, grad_accum_steps: partial_sums, grad_ring, ..plan }
+    plan.site.ranks = case.ranks;
+    (plan.placement.layout, plan.placement.rings.grads) = (layout, grad_ring);
+    plan.recipe.numerics.dtype = Dtype::Float32;
+    (plan.recipe.step.shares, plan.recipe.step.micro_batches) = (partial_sums, partial_sums);
+    plan
 }
 
 /// Not used by these tests.
@@ -85,11 +89,11 @@ impl Rank {
         let schedule = StreamOrder::Adversary { seed: case.seed + context.rank as u64 };
         let mut dev = open::cpu(1, schedule, context.progress.bell(context.rank), 0)?;
         let mut exchange = PeerExchange::new(&mut dev, &plan, context.clone(), rendezvous.clone(), PeerTransport::Memory)?;
-        let mut flat = |ring| Lease::default().alloc_flat(&mut dev, "flat", plan.layout.flat_elems(), Dtype::Float32, ring);
-        let (grads, weights) = (flat(plan.grad_ring)?, flat(None)?);
-        let stepped = (0..plan.layout.count()).map(|_| dev.event()).collect::<Result<Vec<_>>>()?;
+        let mut flat = |ring| Lease::default().alloc_flat(&mut dev, "flat", plan.placement.layout.flat_elems(), Dtype::Float32, ring);
+        let (grads, weights) = (flat(plan.placement.rings.grads)?, flat(None)?);
+        let stepped = (0..plan.placement.layout.count()).map(|_| dev.event()).collect::<Result<Vec<_>>>()?;
         let mut host = HostMemory::default();
-        let seen = host.alloc("seen", 4 * plan.layout.count() * case.ranks)?;
+        let seen = host.alloc("seen", 4 * plan.placement.layout.count() * case.ranks)?;
         exchange.introduce(
             &mut dev,
             RankMemory { grads, weights, shards: Shards::default(), activations: None },
@@ -207,7 +211,7 @@ impl Rank {
 }
 
 fn run(case: Case) {
-    let layout = plan(case).layout;
+    let layout = plan(case).placement.layout;
     let (norm_partials, partial_sums) = (layout.flat_elems() / BLOCK, case.ranks * case.rounds);
     let sizes = CounterSizes { ranks: case.ranks, buckets: layout.count(), norm_partials, partial_sums, ..CounterSizes::default() };
     let progress = Arc::new(ProgressCounters::new(sizes, Some(case.seed)));

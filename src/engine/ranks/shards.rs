@@ -25,14 +25,14 @@ impl Shards {
     /// # Errors
     /// `Resource` when memory is not available.
     pub(in crate::engine) fn take<D: Device>(lease: &mut Lease, dev: &mut D, plan: &Plan, slices: &Slices) -> Result<Self> {
-        let (sharded, kept) = (plan.sharded(), if plan.fully_sharded { 1 } else { plan.processes });
+        let (sharded, kept) = (plan.sharded(), if plan.placement.rings.fully_sharded { 1 } else { plan.site.processes });
         // Equally long for each owner, so that the memory fits the longest slices.
         let elems = slices.most_in(&sharded);
-        let memory = lease.alloc(dev, "weight slices", kept * elems, plan.dtype)?;
+        let memory = lease.alloc(dev, "weight slices", kept * elems, plan.recipe.numerics.dtype)?;
         Ok(Self {
             by_process: (0..kept).map(|process| memory.slice(process * elems, elems)).collect(),
-            only: plan.fully_sharded.then(|| slices.rank()),
-            fetched_elems: plan.weight_ring.filter(|_| plan.fully_sharded).map_or(0, |ring| ring.ringed_elems),
+            only: plan.placement.rings.fully_sharded.then(|| slices.rank()),
+            fetched_elems: plan.placement.rings.weights.filter(|_| plan.placement.rings.fully_sharded).map_or(0, |ring| ring.ringed_elems),
             buckets: sharded.end,
         })
     }

@@ -64,15 +64,15 @@ impl SumMemory {
 
     fn fill<D: Device>(plan: &Plan, (dev, host): Sides<'_, D>, lease: &mut Lease) -> Result<Self> {
         let each = plan.kept_sums();
-        let [elems, passing] = host_sums(&plan.layout, plan.sums_on_host).map(|elems| elems * each);
-        let place_elems = plan.layout.bucket_elems() * each;
+        let [elems, passing] = host_sums(&plan.placement.layout, plan.placement.rings.sums_on_host).map(|elems| elems * each);
+        let place_elems = plan.placement.layout.bucket_elems() * each;
         Ok(Self {
             each,
             on_host: lease.alloc_pinned((dev, host), "gradient sums", elems * 4, place_elems.min(elems) * 4)?,
-            on_device: lease.alloc(dev, "gradient sums", plan.layout.flat_elems() * each - elems, Dtype::Float32)?,
+            on_device: lease.alloc(dev, "gradient sums", plan.placement.layout.flat_elems() * each - elems, Dtype::Float32)?,
             passing: lease.alloc(dev, "passing sums", passing, Dtype::Float32)?,
             place_elems,
-            on_host_buckets: if plan.sums_on_host { plan.layout.offloaded() } else { 0 },
+            on_host_buckets: if plan.placement.rings.sums_on_host { plan.placement.layout.offloaded() } else { 0 },
             lease: Lease::default(),
         })
     }
@@ -93,9 +93,9 @@ impl PartialSums {
     pub(in crate::engine) fn new<D: Device>(plan: &Plan, (dev, host): Sides<'_, D>) -> Result<Self> {
         let mut place = || Ok(SumPlace { written: dev.event()?, came: dev.event()?, left: dev.event()? });
         let places = [place()?, place()?, place()?];
-        let added = (0..plan.layout.count()).map(|_| dev.event()).collect::<Result<_>>()?;
+        let added = (0..plan.placement.layout.count()).map(|_| dev.event()).collect::<Result<_>>()?;
         let (memory, addition) = (SumMemory::take(plan, (dev, host))?, PartialSumChain::of(plan));
-        Ok(Self { places, added, memory, addition, partial_sums: plan.partial_sums, passed: 0, crossed: [0; 2] })
+        Ok(Self { places, added, memory, addition, partial_sums: plan.recipe.step.shares, passed: 0, crossed: [0; 2] })
     }
 
     pub(in crate::engine) fn give_back<D: Device>(&mut self, (dev, host): Sides<'_, D>) -> Result<()> {

@@ -184,11 +184,11 @@ impl TcpTransport {
     /// # Errors
     /// `Resource` when host memory is not available.
     pub(in crate::engine) fn new<D: Device>(dev: &mut D, plan: &Plan, slices: &Slices, connections: ConnectionsByRank) -> Result<Self> {
-        let mut host = HostMemory::new(plan.host_memory.clone());
+        let mut host = HostMemory::new(plan.site.host_memory.clone());
         let grads_with: Vec<usize> =
             if plan.sums_within() { inter_node_peers(&connections).collect() } else { remote_ranks(&connections).collect() };
         let [others, inter_node_peers] = [grads_with.len(), inter_node_peers(&connections).count()];
-        let bytes = slices.longest() * plan.dtype.bytes();
+        let bytes = slices.longest() * plan.recipe.numerics.dtype.bytes();
         let mut way = |name, connections| StagingBuffers::new((&mut *dev, &mut host), name, connections * PLACES, bytes);
         let [grads, grads_in] = [way("leaving gradients", others)?, way("coming gradients", others)?];
         let [weights, weights_in] = [way("leaving weights", inter_node_peers)?, way("coming weights", inter_node_peers)?];

@@ -36,9 +36,11 @@ struct Pair {
 impl Pair {
     fn new(seed: u64) -> Self {
         let settings = Settings { seq_length: 8, per_device_train_batch_size: 1, ..Settings::demo() };
-        let plan = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(1), false).unwrap();
+        let mut plan = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(1), false).unwrap();
         let layout = BucketLayout::new(2 * SLICE_BLOCKS * BUCKETS * BLOCK, 2 * SLICE_BLOCKS * BLOCK, Tier::Device);
-        let (plan, slices) = (Plan { layout: layout.clone(), dtype: Dtype::Float32, ..plan }, Slices::new(layout.clone(), 0, 2));
+        let slices = Slices::new(layout.clone(), 0, 2);
+        plan.placement.layout = layout.clone();
+        plan.recipe.numerics.dtype = Dtype::Float32;
         let mut dev = open::cpu(1, StreamOrder::Adversary { seed }, Arc::new(Doorbell::default()), 0).unwrap();
         let [(grads, others), (weights, of_others)] = [SliceKind::Gradients, SliceKind::Weights].map(connections);
         let tcp = TcpTransport::new(&mut dev, &plan, &slices, vec![None, Some(RankConnections { grads, weights: Some(weights) })]).unwrap();

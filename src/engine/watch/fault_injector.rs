@@ -1,8 +1,8 @@
 //! Faults that tests inject: wrong gradients, failures of a rank, and a random schedule. A normal run has none.
 
-use crate::config::options::{FaultKind, FaultPhase, Injection, RankFault};
 use crate::device::{DeviceSlice, Kernels, Poke};
 use crate::error::{Error, Result};
+use crate::faults::{FaultKind, FaultPhase, Injection, RankFault};
 use crate::planner::plan::Plan;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -22,10 +22,10 @@ pub(in crate::engine) struct FaultInjector {
 impl FaultInjector {
     /// The faults of `rank`; `None` in a normal run.
     pub(in crate::engine) fn of(plan: &Plan, rank: usize) -> Option<Self> {
-        let coin = plan.adversary.map(|seed| ChaCha8Rng::seed_from_u64(seed ^ 0xc01));
-        let rank_faults: Vec<_> = plan.rank_faults.iter().filter(|fault| fault.rank == rank).copied().collect();
-        let is_normal = coin.is_none() && plan.inject.is_empty() && rank_faults.is_empty();
-        (!is_normal).then(|| Self { faults: plan.inject.clone(), rank_faults, coin })
+        let coin = plan.site.adversary.map(|seed| ChaCha8Rng::seed_from_u64(seed ^ 0xc01));
+        let rank_faults: Vec<_> = plan.site.rank_faults.iter().filter(|fault| fault.rank == rank).copied().collect();
+        let is_normal = coin.is_none() && plan.recipe.inject.is_empty() && rank_faults.is_empty();
+        (!is_normal).then(|| Self { faults: plan.recipe.inject.clone(), rank_faults, coin })
     }
 
     /// Runs the fault that the plan has for this phase of a step, if any. Steps are counted from 1.

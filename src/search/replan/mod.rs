@@ -68,12 +68,12 @@ impl ReplanRequest {
     /// `Resource` if nothing can be simulated.
     pub(crate) fn answer(&self) -> Result<ReplanAnswer> {
         if self.assumed.is_none() {
-            let assumed = self.simulate(&self.plan.machine, super::STEPS)?;
+            let assumed = self.simulate(&self.plan.site.machine, super::STEPS)?;
             if !self.observed_rates.has_left(&assumed) {
                 return Ok(ReplanAnswer { assumed, change: None });
             }
         }
-        let (machine, steps) = (&self.plan.machine, self.observed_rates.steps());
+        let (machine, steps) = (&self.plan.site.machine, self.observed_rates.steps());
         let by_profile = self.simulate(machine, steps)?;
         let machine = Machine { rates: Arc::new(self.observed_rates.rates(&by_profile, &machine.rates)), ..machine.clone() };
         let assumed = self.simulate(&machine, steps)?;
@@ -95,14 +95,15 @@ impl ReplanRequest {
 
     /// The candidate with a plan that includes the run's timeline, if that fits.
     fn planned(&self, best: Candidate, machine: &Machine) -> Option<(Candidate, Plan)> {
-        let plan = Plan::new(&best.settings, &self.shape, machine, self.plan.trace_spans > 0).ok()?;
-        let plan = Plan { simulated_step_ms: Some(best.outcome.step_ms.median), ..plan };
+        let plan = Plan::new(&best.settings, &self.shape, machine, self.plan.site.trace_spans > 0).ok()?;
+        let plan = plan.with_simulated_step(best.outcome.step_ms.median);
         plan.shortage().is_none().then_some((best, plan))
     }
 
     /// The simulated rates of the present plan on `machine`.
     fn simulate(&self, machine: &Machine, steps: Steps) -> Result<ObservedRates> {
-        let plan = Plan { machine: machine.clone(), ..self.plan.clone() };
+        let mut plan = self.plan.clone();
+        plan.site.machine = machine.clone();
         let (outcome, ..) = simulate(&plan, &self.shape, &machine.rates.profile, steps, 0)?;
         Ok(ObservedRates::of(&outcome))
     }
@@ -127,34 +128,35 @@ impl ReplanRequest {
 
 /// Seconds of a move between two plans. Ranks move their parts at the same time, and each rank sends all weights.
 fn move_s(from: &Plan, to: &Plan) -> f64 {
-    let states =
-        from.layout.offloaded_elems().abs_diff(to.layout.offloaded_elems()) as f64 * from.optimizer().arrays().state_bytes() as f64;
-    let weights = (to.layout.flat_elems() * to.dtype.bytes()) as f64;
+    let states = from.placement.layout.offloaded_elems().abs_diff(to.placement.layout.offloaded_elems()) as f64
+        * from.optimizer().arrays().state_bytes() as f64;
+    let weights = (to.placement.layout.flat_elems() * to.recipe.numerics.dtype.bytes()) as f64;
     let slots = to
+        .forecast
         .memory
         .iter()
         .filter(|class| class.space == MemorySpace::Host && (class.name.ends_with("slots") || class.name.ends_with("sums")));
     let parts = states + slots.map(|class| class.bytes as f64).sum::<f64>();
-    (parts / to.ranks as f64 + weights) / MOVED_BYTES_PER_S
+    (parts / to.site.ranks as f64 + weights) / MOVED_BYTES_PER_S
 }
 
 impl fmt::Display for PlanChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let resident = |plan: &Plan| plan.layout.count() - plan.layout.offloaded();
+        let resident = |plan: &Plan| plan.placement.layout.count() - plan.placement.layout.offloaded();
         let of = |plan: &Plan| {
-            let weights = match plan.weight_ring {
+            let weights = match plan.placement.rings.weights {
                 None => "on the device",
                 Some(_) if plan.streams_from_host() => "streamed",
                 Some(_) => "sharded",
             };
             [
                 format!("{} resident", counted(resident(plan), "bucket")),
-                describe_policies(&plan.layer_policies),
-                counted(plan.grad_slots, "gradient slot"),
-                counted(plan.param_slots, "parameter slot"),
+                describe_policies(&plan.placement.layer_policies),
+                counted(plan.placement.grad_slots, "gradient slot"),
+                counted(plan.placement.param_slots, "parameter slot"),
                 format!("weights {weights}"),
-                format!("sums of gradients on the {}", if plan.sums_on_host { "host" } else { "device" }),
-                format!("gradients in {}", if plan.grad_ring.is_some() { "a ring" } else { "their own places" }),
+                format!("sums of gradients on the {}", if plan.placement.rings.sums_on_host { "host" } else { "device" }),
+                format!("gradients in {}", if plan.placement.rings.grads.is_some() { "a ring" } else { "their own places" }),
             ]
         };
         let changed: Vec<_> = of(&self.from).into_iter().zip(of(&self.plan)).filter(|(from, to)| from != to).collect();
@@ -165,5 +167,5 @@ impl fmt::Display for PlanChange {
 
 /// Whether a run of `plan` can be replanned: it runs on GPUs, whose rates are known, and its states can move between host and device.
 pub(crate) fn is_possible(plan: &Plan) -> bool {
-    plan.machine.kind == DeviceKind::Gpu && plan.layout.away().is_offloaded()
+    plan.site.machine.kind == DeviceKind::Gpu && plan.placement.layout.away().is_offloaded()
 }

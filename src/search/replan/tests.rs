@@ -78,9 +78,9 @@ impl SimulatedRun {
     }
 
     fn device(&self, plan: &Plan, rates: &Rates) -> (Plan, SimDevice, Pool<StepJob>) {
-        let plan = Plan { host_memory: MemoryPolicy::unbacked(), ..plan.clone() };
-        let on = (plan.machine.kind, plan.machine.device);
-        let (dev, pool) = SimDevice::new("replay", rates, on, (plan.threads, plan.isa, plan.moments), 0);
+        let plan = plan.clone().with_host_memory(MemoryPolicy::unbacked());
+        let on = (plan.site.machine.kind, plan.site.machine.device);
+        let (dev, pool) = SimDevice::new("replay", rates, on, (plan.site.threads, plan.site.isa, plan.recipe.numerics.moments), 0);
         (plan, dev, Pool::Simulated(pool))
     }
 
@@ -141,7 +141,7 @@ fn a_run_whose_host_is_slow_moves_states_to_the_device() {
     let (run, plan) = SimulatedRun::plain();
     let (before_s, after_s, change) = replanned((&run, &plan), &run.machine.rates.with_faster_host(0.5), EVERY_TENTH);
     assert!(after_s < 0.97 * before_s, "{before_s:.3} -> {after_s:.3} s: {change}");
-    assert!(change.plan.layout.offloaded() < change.from.layout.offloaded(), "{change}");
+    assert!(change.plan.placement.layout.offloaded() < change.from.placement.layout.offloaded(), "{change}");
     let words = change.to_string();
     assert!((48..=52).any(|percent| words.contains(&format!("the optimizer has {percent} % of its assumed rate"))), "{words}");
 }
@@ -170,7 +170,8 @@ fn explicit_settings_survive_a_replan() {
     let plan = run.plan();
     let observed_rates = watch(&mut run.start(&plan, &run.machine.rates.with_faster_host(0.5)), EVERY_TENTH.parse().unwrap());
     let change = run.question(&plan, observed_rates, None, 1000).answer().unwrap().change;
-    assert!(change.is_none_or(|change| (change.plan.layout, change.plan.layer_policies) == (plan.layout, plan.layer_policies)));
+    assert!(change.is_none_or(|change| (change.plan.placement.layout, change.plan.placement.layer_policies)
+        == (plan.placement.layout, plan.placement.layer_policies)));
 }
 
 /// Bytes per parameter that Adam reads and writes in a pass that commits one step and speculates on the next.
@@ -183,7 +184,7 @@ fn w2_in_80_gib_beside_an_adam_of_4_gparam_a_second_gains_more_than_a_tenth() {
     let bucket_mib = sweep(Some(256.0), None);
     let run = SimulatedRun::on_h200("llama-8b", 80, Settings { per_device_train_batch_size: 4, bucket_mib, ..Settings::default() });
     let plan = run.plan();
-    let alone = run.machine.rates.adam_bytes_per_s(plan.threads, plan.isa, plan.moments) / FUSED_BYTES;
+    let alone = run.machine.rates.adam_bytes_per_s(plan.site.threads, plan.site.isa, plan.recipe.numerics.moments) / FUSED_BYTES;
     let (before_s, after_s, change) = replanned((&run, &plan), &run.machine.rates.with_faster_host(4e9 / alone), EVERY_TENTH);
     assert!(before_s > 1.1 * after_s, "{before_s:.3} -> {after_s:.3} s: {change}");
     if bucket_mib.is_some() {

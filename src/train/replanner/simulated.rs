@@ -57,7 +57,14 @@ impl WatchedRun {
         let plan = self.engine.plan();
         format!(
             "{:?}",
-            (plan.layout.offloaded(), &plan.layer_policies, plan.grad_ring, plan.weight_ring, plan.grad_slots, plan.param_slots)
+            (
+                plan.placement.layout.offloaded(),
+                &plan.placement.layer_policies,
+                plan.placement.rings.grads,
+                plan.placement.rings.weights,
+                plan.placement.grad_slots,
+                plan.placement.param_slots
+            )
         )
     }
 

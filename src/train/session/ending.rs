@@ -47,7 +47,7 @@ impl<D: Kernels> Session<D> {
         let perf = self.perf.as_mut().map(WorkerCounters::read).and_then(|counts| failures.take(counts));
         let mut lost: Vec<String> = self.lost_steps().into_iter().chain(self.lost.take()).collect();
         let (step, max_steps, totals) = (self.engine.train_step(), self.schedule.max_steps, self.totals);
-        let (ranks, given_up) = (self.engine.plan().ranks, self.progress.given_up());
+        let (ranks, given_up) = (self.engine.plan().site.ranks, self.progress.given_up());
         let tokens = self.step_work.tokens * totals.steps as f64;
         let checkpoint = failures.take(self.saved_path()).flatten().or_else(|| self.last_saved().map(|(_, path)| path));
         let metrics = failures.take(self.sinks.path(&METRICS, self.run_dir.dir())).flatten();

@@ -13,7 +13,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 use superoffload::internals::hardware::Topology;
-use superoffload::internals::host::Placement;
+use superoffload::internals::host::CpuPlacement;
 use superoffload::{Error, Result};
 
 /// Size of a small text: the peak memory of its preparation is mainly the tokenizer's.
@@ -194,7 +194,7 @@ fn measure(options: &Options, facts: &Facts, cpus: &[usize], program: &Path, dir
     let modes = if options.apart { &[false, true][..] } else { &[false] };
     for (&cpus, &is_apart) in cpus.iter().flat_map(|cpus| modes.iter().map(move |is_apart| (cpus, is_apart))) {
         let unknown = || Error::resource("choose CPUs", "the machine does not say which there are");
-        let workers = Placement::on(topology, cpus).ok_or_else(unknown)?.workers;
+        let workers = CpuPlacement::on(topology, cpus).ok_or_else(unknown)?.workers;
         let Prepared { peak_bytes, user_s, tokens, seconds } = if is_apart {
             let part = dir.join("part.jsonl");
             text::write_lines(&part, text_bytes / cpus as u64)?;

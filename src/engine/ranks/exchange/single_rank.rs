@@ -30,11 +30,11 @@ impl SingleRank {
     /// # Errors
     /// `Resource` when memory for sums is needed and not available.
     pub(in crate::engine) fn new<D: Kernels>(sides: Sides<'_, D>, plan: &Plan) -> Result<Self> {
-        let sums = (plan.partial_sums > 1).then(|| PartialSums::new(plan, sides));
+        let sums = (plan.recipe.step.shares > 1).then(|| PartialSums::new(plan, sides));
         Ok(Self {
-            slices: Slices::new(plan.layout.clone(), 0, 1),
+            slices: Slices::new(plan.placement.layout.clone(), 0, 1),
             sums: sums.transpose()?,
-            partial_sums: plan.partial_sums,
+            partial_sums: plan.recipe.step.shares,
             partial_sum: 0,
             norm_sq: NormSq(0.0),
             reported: None,

@@ -45,7 +45,7 @@ impl PeerGradients {
     /// # Errors
     /// `Resource` when memory is not available; errors of the device.
     pub(super) fn new<D: Device>(dev: &mut D, plan: &Plan, slices: &Slices) -> Result<Self> {
-        let (count, ranks, kept_sums) = (plan.layout.count(), slices.ranks(), plan.kept_sums());
+        let (count, ranks, kept_sums) = (plan.placement.layout.count(), slices.ranks(), plan.kept_sums());
         let mut events = || (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
         let (written, pulled, summed) = (events()?, events()?, events()?);
         Ok(Self {
@@ -53,12 +53,12 @@ impl PeerGradients {
             pulled,
             last_summed: summed[0],
             summed,
-            staging: dev.alloc("peers' gradients", (ranks - 1) * slices.slice_elems(), plan.dtype)?,
+            staging: dev.alloc("peers' gradients", (ranks - 1) * slices.slice_elems(), plan.recipe.numerics.dtype)?,
             sums: dev.alloc("gradient sums", slices.elems() * kept_sums, Dtype::Float32)?,
             kept_sums,
             addition: PartialSumChain::of(plan),
             is_grouped: plan.sums_within(),
-            rounds: (plan.partial_sums / ranks) as u64,
+            rounds: (plan.recipe.step.shares / ranks) as u64,
             buckets_written: 0,
             buckets_grouped: 0,
             buckets_swapped: 0,

@@ -47,7 +47,7 @@ impl InterNode {
                 dev,
                 slices,
                 (local_ranks, plan.sums_within()),
-                (key, plan.cuda_libraries.clone()),
+                (key, plan.site.cuda_libraries.clone()),
             )?))),
         })
     }

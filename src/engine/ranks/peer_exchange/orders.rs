@@ -22,10 +22,10 @@ pub(super) struct PeerBatches {
 impl PeerBatches {
     /// The parts of `plan`, as `rank` handles them.
     pub(super) fn new(plan: &Plan, rank: usize) -> Self {
-        let whole_words = batch::arrays(plan.separates_documents) * plan.batch * plan.seq_length;
+        let whole_words = batch::arrays(plan.recipe.separates_documents()) * plan.recipe.step.micro_batch * plan.recipe.step.seq_length;
         Self {
             per_partial_sum: plan.micro_batches_per_partial_sum(),
-            sequence_ranks: plan.sequence_ranks,
+            sequence_ranks: plan.recipe.step.sequence_ranks,
             batch_words: plan.batch_words(),
             word_buffer: if rank == 0 { vec![0; whole_words] } else { Vec::new() },
         }

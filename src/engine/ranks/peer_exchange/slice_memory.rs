@@ -22,8 +22,8 @@ impl SliceMemory {
         let kept = slices.local_buckets(&plan.kept());
         Ok(Self {
             shards: Shards::take(lease, dev, plan, slices)?,
-            ringed_elems: plan.weight_ring.map_or(0, |ring| ring.ringed_elems),
-            kept: lease.alloc(dev, "gradient slices", kept.len(), plan.dtype)?,
+            ringed_elems: plan.placement.rings.weights.map_or(0, |ring| ring.ringed_elems),
+            kept: lease.alloc(dev, "gradient slices", kept.len(), plan.recipe.numerics.dtype)?,
             kept_from: kept.start,
         })
     }

@@ -1,0 +1,61 @@
+//! The tile of the loss, and with it the bits, are the same on all machines that hold it.
+
+use super::machine::Machine;
+use super::plan::Plan;
+use super::tests::{GIB, h200, llama_8b, qwen3_4b, qwen3_14b, settings};
+use crate::config::settings::Settings;
+use crate::device::DeviceKind;
+use crate::hardware::profile::Profile;
+use crate::memory::{Addressing, DeviceMemory, MemorySpace};
+use crate::units::Bytes;
+use proptest::prelude::*;
+
+/// A run gives the same bits on one GPU and on several, although several leave more memory free.
+#[test]
+fn the_tile_of_the_loss_is_the_same_on_any_machine_that_holds_it() {
+    const MACHINES: [(&str, usize); 6] =
+        [("h200-x4", 4), ("h200-x2", 2), ("h200-pcie5", 1), ("gh200-96", 1), ("h100-x2", 2), ("h100-x2", 1)];
+    for (shape, batch) in [(qwen3_4b(), 4), (llama_8b(), 1), (llama_8b(), 4), (qwen3_14b(), 4)] {
+        let plan = |(profile, gpus)| {
+            let machine = Machine::of_several(&Profile::load(profile).unwrap(), gpus).unwrap();
+            Plan::new(&Settings { per_device_train_batch_size: batch, gpus, ..settings() }, &shape, &machine, false).unwrap()
+        };
+        let plans: Vec<_> = MACHINES.map(plan).into_iter().filter(|plan| plan.shortage().is_none()).collect();
+        assert!(
+            plans.len() >= 4 && plans.iter().all(|other| other.recipe.numerics.loss_tile == plans[0].recipe.numerics.loss_tile),
+            "{plans:?}"
+        );
+        assert!(plans.iter().all(|plan| !plan.to_string().contains("\n  bits ")), "{plans:?}");
+    }
+    // A machine on which no other choice fits.
+    let plan = Plan::new(&Settings { hbm_limit: Some(Bytes(4 * GIB)), ..settings() }, &qwen3_14b(), &h200(), false).unwrap();
+    assert_eq!((plan.recipe.numerics.loss_tile.rows, plan.forecast.usual_tile.rows), (1024, 2048), "{plan}");
+    assert!(plan.to_string().contains("\n  bits        differ from runs with loss tiles of 2048 rows"), "{plan}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn a_fitting_plan_is_within_its_limits_and_fits_a_larger_machine(
+        hbm in 20u64..200, more in 1u64..40, host in 20u64..300, batch in 1usize..9, tokens in 1usize..9, model in 0..3usize,
+    ) {
+        let shape = [qwen3_4b(), llama_8b(), qwen3_14b()][model].clone();
+        let settings = Settings { per_device_train_batch_size: batch, seq_length: tokens * 512, ..Settings::default() };
+        let plan_with = |hbm: u64| {
+            let device = DeviceMemory::Own { bytes: hbm * GIB, addressing: Addressing::Managed };
+            let machine = Machine { host_bytes: host * GIB, kind: DeviceKind::Gpu, device, ..Machine::cpu(16) };
+            Plan::new(&settings, &shape, &machine, false).unwrap()
+        };
+        let (small, large) = (plan_with(hbm), plan_with(hbm + more));
+        let tokens = batch * tokens * 512;
+        let [tile, larger] = [&small, &large].map(|plan| plan.recipe.numerics.loss_tile);
+        prop_assert!(tile.rows <= tokens && tile.rows >= tokens.min(512), "{}", small);
+        let is_smaller = tile != larger;
+        prop_assert!(!is_smaller || small.to_string().contains("bits        differ from runs with loss tiles of"), "{}", small);
+        if small.shortage().is_none() {
+            prop_assert!(small.bytes_at(MemorySpace::Device) <= hbm * GIB && small.bytes_at(MemorySpace::Host) <= host * GIB);
+            prop_assert!(large.shortage().is_none(), "{}\n{}", small, large);
+        }
+    }
+}

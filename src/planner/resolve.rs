@@ -1,0 +1,357 @@
+//! The way from settings to a plan: the recipe, the site and the protocol follow from the settings, the placement is chosen.
+
+use super::budget::{Workload, driver_tracks};
+use super::checks::{check, check_products, check_ranks, check_streams, name};
+use super::choice::{Request, Residency, choose};
+use super::early::{check_early, early_table};
+use super::experts::ExpertEngine;
+use super::forecast::Forecast;
+use super::machine::Machine;
+use super::peer_traffic::PeerTraffic;
+use super::placement::Placement;
+use super::plan::Plan;
+use super::protocol::Protocol;
+use super::rules::{Policy, Rules};
+use super::site::Site;
+use super::techniques::Techniques;
+use crate::bucket::layout::{BucketLayout, BucketStarts, LayoutRequest, Tier};
+use crate::config::options::{
+    AttentionChoice, CastSide, HostMemoryKind, IsaChoice, MatmulDtype, ResidentBuckets, Rollback, Strategy, TrainDtype, Transport,
+    WeightsChoice,
+};
+use crate::config::settings::Settings;
+use crate::device::{Attention, DeviceKind, ExpertProducts};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::host::memory_policy::MemoryPolicy;
+use crate::model::activations::LossTile;
+use crate::model::heads::SequenceRank;
+use crate::model::mlp_tile;
+use crate::model::shape::ModelShape;
+use crate::model::tensors::TensorTable;
+use crate::optim::PIECE_ELEMS;
+use crate::optim::norm::BLOCK;
+use crate::optim::optimizer::Optimizer;
+use crate::optim::simd::Isa;
+use crate::recipe::{Numerics, Recipe};
+use crate::trace::spans_per_track;
+use std::sync::Arc;
+
+/// Maximum bytes of working weights in a bucket: the size at which the paper's link saturates (section 4.3).
+const BUCKET_BYTES_MAX: usize = 64 << 20;
+/// Minimum number of buckets, so that small models are pipelined, too.
+const BUCKETS_MIN: usize = 16;
+/// Default number of slots.
+pub(crate) const SLOTS: usize = 8;
+
+impl Plan {
+    /// Resolves `settings` for a model on `machine`, with memory for a timeline if `trace`. [`Plan::check_fits`] checks whether the plan
+    /// fits.
+    ///
+    /// # Errors
+    /// `Usage` if a setting needs a technique that is not compiled in, or does not suit this model or machine.
+    pub fn new(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Self> {
+        let (techniques, table) = (Techniques::new(settings), TensorTable::new(shape));
+        check(settings, (shape, &table), machine.kind)?;
+        let protocol = protocol(settings, techniques)?;
+        check_products(settings, shape)?;
+        let expert_engine = ExpertEngine::of(settings, shape, compute_dtype(settings.dtype), machine)?;
+        let recipe = recipe(settings, shape, &protocol, (machine.kind, expert_engine.by))?;
+        let site = site(settings, techniques, machine, (expert_engine, trace))?;
+        let (slots, transient_bytes) = (settings.slots.unwrap_or(SLOTS), transient_bytes(&table));
+        let workload = Workload { recipe: &recipe, site: &site, protocol: &protocol, slots, transient_bytes };
+        let request = request(settings, techniques)?;
+        let cut = cut(settings, &table, recipe.numerics.dtype).with_early(early_table(settings.early_rows, &workload, &table)?);
+        check_ranks(settings, &cut)?;
+        let choice = choose(&workload, &table, &cut, request)?;
+        check_streams(settings, choice.rings)?;
+        check_early(settings.early_rows, &choice.layout)?;
+        let placement = Placement {
+            rings: choice.rings,
+            grad_slots: workload.grad_slots(&choice.layout),
+            param_slots: workload.param_slots(&choice.layout, choice.rings),
+            layout: choice.layout,
+            layer_policies: choice.policies,
+        };
+        let forecast = Forecast {
+            memory: choice.memory,
+            transient_bytes,
+            peer_traffic: PeerTraffic::of(&workload, &table, choice.rings),
+            predicted: choice.predicted,
+            simulated_step_ms: None,
+            usual_tile: choice.usual_tile,
+        };
+        let numerics = Numerics { loss_tile: choice.tile, ..recipe.numerics };
+        Ok(Self { recipe: Recipe { numerics, ..recipe }, site, protocol, placement, forecast })
+    }
+}
+
+/// How steps proceed.
+fn protocol(settings: &Settings, techniques: Techniques) -> Result<Protocol> {
+    let dtype = compute_dtype(settings.dtype);
+    let link_dtype = if cast_on_device(settings, techniques)? { Dtype::Float32 } else { dtype };
+    let rules = Rules {
+        policy: policy(settings, techniques)?,
+        adaptive: techniques.adaptive,
+        deadline_order: techniques.deadline_order,
+        early_commit: techniques.early_commit,
+    };
+    Ok(Protocol { strategy: settings.strategy, techniques, rules, barrier: settings.strategy == Strategy::ZeroOffload, link_dtype })
+}
+
+/// The recipe, with the requested tile of the loss, or the whole loss in one tile until the planner has chosen it.
+fn recipe(settings: &Settings, shape: &ModelShape, protocol: &Protocol, (kind, experts): (DeviceKind, ExpertProducts)) -> Result<Recipe> {
+    let (dtype, step, fp8) = (compute_dtype(settings.dtype), settings.step_shape(), settings.matmul_dtype == Some(MatmulDtype::Fp8));
+    let tokens = step.tokens_of_rank();
+    let attention = attention(settings, shape, dtype, kind)?;
+    let first = SequenceRank { rank: 0, ranks: step.sequence_ranks };
+    let numerics = Numerics {
+        dtype,
+        fp8,
+        moments: settings.moments,
+        attention,
+        experts,
+        loss_tile: settings.loss_tile.unwrap_or(LossTile { rows: tokens.max(1), vocab: shape.vocab }),
+        attention_block: attention.block(&shape.attention_of((step.micro_batch, step.seq_length), 0, first)),
+        mlp_tile: mlp_tile::tile_tokens(tokens, fp8),
+        device: kind,
+        inverse_rollback: protocol.rules.policy == Policy::Inverse,
+    };
+    Ok(Recipe {
+        model: Arc::new(shape.clone()),
+        rows: settings.row_order(),
+        step,
+        numerics,
+        optimizer: settings.optimizer(),
+        schedule: settings.schedule(),
+        max_grad_norm: settings.max_grad_norm,
+        router_aux_loss_coef: settings.router_aux_loss_coef,
+        inject: settings.inject.clone(),
+    })
+}
+
+/// The machine and the processes of a run, with memory for a timeline if `trace`.
+fn site(settings: &Settings, techniques: Techniques, machine: &Machine, (experts, trace): (ExpertEngine, bool)) -> Result<Site> {
+    let threads = settings.threads.unwrap_or(machine.workers());
+    Ok(Site {
+        machine: machine.limited(settings).multiplying_experts_by(experts.by),
+        ranks: settings.ranks(),
+        processes: settings.processes,
+        by_nccl: match settings.transport {
+            Transport::Nccl => true,
+            Transport::Tcp => false,
+            // The machines are remote. For a run, the processes have already agreed on a transport.
+            Transport::Auto => settings.processes > 1 && machine.kind == DeviceKind::Gpu,
+        },
+        cuda_libraries: settings.cuda_libraries.iter().cloned().collect(),
+        isa: isa(settings, techniques)?,
+        threads,
+        data_bytes: settings.data_bytes as usize,
+        host_memory: MemoryPolicy::default(),
+        trace_spans: if trace { spans_per_track(threads + 1 + driver_tracks(settings.ranks())) } else { 0 },
+        for_other_machine: false,
+        expert_products_note: experts.note,
+        rank_faults: settings.faults.clone(),
+        adversary: settings.adversary,
+    })
+}
+
+/// The requests of `settings` for the planner's choice.
+fn request(settings: &Settings, techniques: Techniques) -> Result<Request> {
+    let (residency, weights) = (residency(settings, techniques)?, weights(settings, techniques)?);
+    Ok(Request { residency, activations: settings.activations, weights, tile: settings.loss_tile })
+}
+
+fn compute_dtype(dtype: TrainDtype) -> Dtype {
+    match dtype {
+        TrainDtype::Bfloat16 => Dtype::Bfloat16,
+        TrainDtype::Float16 => Dtype::Float16,
+        TrainDtype::Float32 => Dtype::Float32,
+    }
+}
+
+fn wanted_isa(choice: IsaChoice) -> Option<Isa> {
+    match choice {
+        IsaChoice::Auto => None,
+        IsaChoice::Scalar => Some(Isa::Scalar),
+        IsaChoice::Avx2 => Some(Isa::Avx2),
+        IsaChoice::Avx512 => Some(Isa::Avx512),
+        IsaChoice::Neon => Some(Isa::Neon),
+        IsaChoice::Sve2 => Some(Isa::Sve2),
+    }
+}
+
+fn policy(settings: &Settings, techniques: Techniques) -> Result<Policy> {
+    match settings.rollback {
+        Rollback::Inverse if !techniques.stv => {
+            Err(Error::usage("--rollback inverse needs --strategy superoffload with the technique stv"))
+        }
+        _ if !techniques.stv => Ok(Policy::ValidateFirst),
+        Rollback::Deferred => Ok(Policy::Deferred),
+        Rollback::Inverse => Ok(Policy::Inverse),
+    }
+}
+
+/// Cuts the flat order into buckets, none of them resident.
+fn cut(settings: &Settings, table: &TensorTable, dtype: Dtype) -> BucketLayout {
+    let flat = table.flat_elems();
+    let least_bytes = if settings.ranks() > 1 { settings.ranks() * BLOCK * dtype.bytes() } else { 0 };
+    let bucket_bytes = match settings.bucket_mib {
+        Some(mib) => (mib * f64::from(1 << 20)) as usize,
+        // Each GPU owns at least one block of every bucket.
+        None => BUCKET_BYTES_MAX.min(flat * dtype.bytes() / BUCKETS_MIN).max(least_bytes),
+    };
+    let away = if settings.memory == HostMemoryKind::Unified { Tier::Unified } else { Tier::Host };
+    let tensors: Vec<usize> = table.specs().iter().map(|spec| spec.offset_elems).collect();
+    let optimizer = Optimizer::AdamW { hyper: settings.optimizer(), moments: settings.moments };
+    let starts = if optimizer.needs_whole_tensors() { BucketStarts::Tensors(&tensors) } else { BucketStarts::Blocks };
+    LayoutRequest { flat_elems: flat, bucket_elems: bucket_bytes / dtype.bytes(), away, starts }.layout()
+}
+
+fn residency(settings: &Settings, techniques: Techniques) -> Result<Residency> {
+    let requested = settings.resident_buckets;
+    match requested {
+        _ if settings.strategy == Strategy::NoOffload => Ok(Residency::Exactly(usize::MAX)),
+        ResidentBuckets::All | ResidentBuckets::Count(1..) if !techniques.repartition => {
+            Err(Error::usage(format!("--resident-buckets {requested} needs --strategy superoffload with the technique repartition")))
+        }
+        ResidentBuckets::All => Ok(Residency::Exactly(usize::MAX)),
+        ResidentBuckets::Count(count) => Ok(Residency::Exactly(count)),
+        ResidentBuckets::Auto if techniques.repartition => Ok(Residency::Largest),
+        ResidentBuckets::Auto => Ok(Residency::Exactly(0)),
+    }
+}
+
+/// The permitted locations of weights. Only weights whose optimizer runs in the pool are streamed from the host, and they cross the link in
+/// the compute format.
+fn weights(settings: &Settings, techniques: Techniques) -> Result<WeightsChoice> {
+    let obstacle = match settings {
+        _ if !techniques.weight_flow => Some("needs the technique weight-flow, which is off"),
+        // Weights stream from other ranks.
+        Settings { weights, .. } if settings.ranks() > 1 && *weights != WeightsChoice::Flow => None,
+        Settings { strategy: Strategy::NoOffload, .. } => Some("needs a strategy that offloads"),
+        Settings { cast: CastSide::Device, .. } => Some("cannot be combined with --cast device: weights cross the link in --dtype"),
+        Settings { memory: HostMemoryKind::Unified, .. } => Some("cannot be combined with --memory unified: nothing is offloaded"),
+        _ => None,
+    };
+    match (settings.weights, obstacle) {
+        (WeightsChoice::Sharded, _) if settings.gpus == 1 => Err(Error::usage(
+            "--weights sharded needs several devices in each process: use --weights replicated, a larger --gpus, or with several processes \
+             --weights fully-sharded",
+        )),
+        (WeightsChoice::FullySharded, _) if settings.ranks() == 1 => {
+            Err(Error::usage("--weights fully-sharded needs several devices: use --weights replicated, or a larger --gpus"))
+        }
+        (WeightsChoice::Auto, Some(_)) => Ok(WeightsChoice::Replicated),
+        (WeightsChoice::Auto | WeightsChoice::Replicated, _) | (_, None) => Ok(settings.weights),
+        (choice, Some(obstacle)) => Err(Error::usage(format!("--weights {} {obstacle}", name(choice)))),
+    }
+}
+
+/// The attention implementation. cuDNN supports neither float32 nor soft caps, and runs on GPUs only.
+fn attention(settings: &Settings, shape: &ModelShape, dtype: Dtype, kind: DeviceKind) -> Result<Attention> {
+    let obstacle = if dtype == Dtype::Float32 {
+        Some("cuDNN has 16-bit formats only; use --dtype bfloat16 or --attention plain")
+    } else {
+        shape.caps_scores().then_some("cuDNN's graph has no soft caps on scores, which this model has; use --attention plain")
+    };
+    match (settings.attention, obstacle) {
+        _ if kind == DeviceKind::Cpu => Ok(Attention::Plain),
+        (AttentionChoice::Plain, _) | (AttentionChoice::Auto, Some(_)) => Ok(Attention::Plain),
+        (AttentionChoice::Cudnn, Some(obstacle)) => Err(Error::usage(format!("--attention cudnn: {obstacle}"))),
+        (AttentionChoice::Auto | AttentionChoice::Cudnn, None) => Ok(Attention::Cudnn { deterministic: !settings.nondeterministic }),
+    }
+}
+
+/// Host memory for loading and saving: state passes through one fp32 buffer, in pieces of a tensor.
+fn transient_bytes(table: &TensorTable) -> u64 {
+    let largest = table.specs().iter().map(|spec| spec.elems()).max().unwrap_or(0);
+    4 * largest.min(PIECE_ELEMS) as u64
+}
+
+fn isa(settings: &Settings, techniques: Techniques) -> Result<Isa> {
+    match wanted_isa(settings.isa) {
+        None if techniques.grace_adam => Ok(Isa::detect()),
+        None => Ok(Isa::Scalar),
+        Some(isa) if isa != Isa::Scalar && !techniques.grace_adam => {
+            Err(Error::usage(format!("--isa {isa} needs the technique grace-adam, which is off")))
+        }
+        Some(isa) => Ok(isa),
+    }
+}
+
+/// Whether the device casts. By default the 16-bit format crosses the link, and Adam casts in its own pass. Casting on the device pays off
+/// only on a link as fast as memory (paper, section 4.5).
+fn cast_on_device(settings: &Settings, techniques: Techniques) -> Result<bool> {
+    let wanted = settings.cast == CastSide::Device;
+    if wanted && !techniques.superchip_cast {
+        return Err(Error::usage("--cast device needs the technique superchip-cast, which is off"));
+    }
+    Ok(wanted)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::options::Technique;
+    use crate::faults::Injection;
+    use crate::memory::MemorySpace;
+    use crate::optim::moments::Moments;
+
+    fn plan(settings: Settings) -> Result<Plan> {
+        Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(2), false)
+    }
+
+    #[test]
+    fn strategies_are_sets_of_techniques() {
+        let of = |strategy| plan(Settings { strategy, ..Settings::demo() }).unwrap();
+        let none = of(Strategy::NoOffload);
+        let on_host: Vec<_> =
+            none.forecast.memory.iter().filter(|class| class.space == MemorySpace::Host).map(|class| class.name).collect();
+        assert_eq!((none.placement.layout.offloaded(), &on_host[..]), (0, &["batches, norm"][..]));
+        assert!(none.to_string().contains("fits without offload: every optimizer state stays on the device"));
+        let zero = of(Strategy::ZeroOffload);
+        assert!(
+            zero.protocol.barrier
+                && zero.protocol.rules.policy == Policy::ValidateFirst
+                && zero.placement.layout.offloaded() == zero.placement.layout.count()
+        );
+        assert_eq!(zero.placement.grad_slots, zero.placement.layout.count(), "a strong baseline: a gradient never waits for a slot");
+        let ours = of(Strategy::Superoffload);
+        assert!(!ours.protocol.barrier && ours.protocol.techniques.stv == cfg!(feature = "stv"));
+        assert_eq!(ours.protocol.rules.policy == Policy::Deferred, cfg!(feature = "stv"));
+        assert_eq!(ours.placement.layout.offloaded() < ours.placement.layout.count(), cfg!(feature = "repartition"));
+    }
+
+    #[test]
+    fn offloaded_state_takes_14_bytes_a_parameter_or_10_and_the_lent_memory() {
+        for (moments, bytes) in [(Moments::Float32, 14), (Moments::Bfloat16, 10)] {
+            expect_offloaded_bytes(moments, bytes);
+        }
+    }
+
+    fn expect_offloaded_bytes(moments: Moments, bytes: usize) {
+        let plan = plan(Settings { moments, without: vec![Technique::Repartition], ..Settings::demo() }).unwrap();
+        let lent = 2 * plan.placement.param_slots * plan.placement.layout.bucket_elems() * 2;
+        let classes = plan.forecast.memory.iter().filter(|class| class.space == MemorySpace::Host && class.name != "batches, norm");
+        let state =
+            classes.map(|class| class.bytes).sum::<usize>() - if plan.protocol.rules.policy == Policy::Deferred { lent } else { lent / 2 };
+        // Every slot has the length of a whole bucket, also that of the shorter last bucket.
+        let last_slot_excess =
+            2 * (plan.placement.layout.count() * plan.placement.layout.bucket_elems() - plan.placement.layout.flat_elems());
+        assert_eq!(state, bytes * plan.placement.layout.flat_elems() + last_slot_excess);
+    }
+
+    #[test]
+    fn disabled_techniques_cannot_be_requested() {
+        let refused = |settings: Settings| plan(settings).unwrap_err().to_string();
+        let off = |t| Settings { without: vec![t], ..Settings::demo() };
+        assert!(refused(Settings { rollback: Rollback::Inverse, ..off(Technique::Stv) }).contains("stv"));
+        assert!(refused(Settings { cast: CastSide::Device, ..off(Technique::SuperchipCast) }).contains("superchip-cast"));
+        let two = crate::config::options::ResidentBuckets::Count(2);
+        assert!(refused(Settings { resident_buckets: two, ..off(Technique::Repartition) }).contains("repartition"));
+        assert!(refused(Settings { isa: IsaChoice::Avx2, ..off(Technique::GraceAdam) }).contains("grace-adam"));
+        let fault = Injection { step: 1, element: usize::MAX, share: 0, value: 0.0 };
+        assert!(refused(Settings { inject: vec![fault], ..Settings::demo() }).contains("belongs to no tensor"));
+    }
+}
