@@ -195,8 +195,9 @@ fn ranks_go_over_to_another_plan_at_one_step_and_change_no_bit() {
         let mut draw = || loop {
             let places = places(&mut noise, strategy, "sharded");
             let is_ringed = per_partial_sum == 1 && noise.next() % 2 == 0;
-            if let Ok(plan) = case.plan_on(ranks, &format!("{fixed}\n{places}")) {
-                return Plan { grad_ring: grad_ring(&plan, &table).filter(|_| is_ringed), ..plan };
+            if let Ok(mut plan) = case.plan_on(ranks, &format!("{fixed}\n{places}")) {
+                plan.placement.rings.grads = grad_ring(&plan, &table).filter(|_| is_ringed);
+                return plan;
             }
         };
         let (first, mut steps) = (draw(), Noise::new(seed + 7, 4));

@@ -446,7 +446,7 @@ fn planned(line: &Value, machine: &Machine) -> (ModelShape, Plan) {
     let config = results("..").join(line["model"]["config"].as_str().unwrap());
     let config = if config.exists() { config } else { line["model"]["config"].as_str().unwrap().into() };
     let shape = presets::shape("model", &config).unwrap();
-    let plan = Plan::new(&settings_of(line), &shape, machine, false).unwrap();
+    let mut plan = Plan::new(&settings_of(line), &shape, machine, false).unwrap();
     // No setting selects several policies. The first layers have the faster policies, except for inputs on the host.
     let policies = line["plan"]["layer_policies"].as_object().unwrap();
     let of = |(name, policy): (&str, LayerPolicy)| vec![policy; policies.get(name).map_or(0, |layers| layers.as_u64().unwrap() as usize)];
