@@ -10,7 +10,6 @@
 //! bucket or device. A value that bfloat16 represents exactly is never changed.
 
 use crate::dtype::{Dtype, Element};
-use crate::optim::state_array::{ArrayRounding, StateArray, StateArrays, StatePart};
 use half::bf16;
 use std::fmt;
 
@@ -25,36 +24,12 @@ pub enum Moments {
     Bfloat16,
 }
 
-impl Moments {
-    /// The arrays of AdamW's state with moments in this format.
-    pub const fn arrays(self) -> StateArrays {
-        match self {
-            Self::Float32 => StateArrays::new(&FLOAT32),
-            Self::Bfloat16 => StateArrays::new(&BFLOAT16),
-        }
-    }
-}
-
-impl StatePart {
-    /// AdamW's first moments.
-    pub const M: Self = Self::at(1);
-    /// AdamW's second moments.
-    pub const V: Self = Self::at(2);
-}
-
-/// The arrays of AdamW's state with moments in the format `dtype`.
-const fn adamw(dtype: Dtype) -> [StateArray; 3] {
-    let m = StateArray { name: "m", dtype, rounding: ArrayRounding::Nearest, is_nonnegative: false };
-    let v = StateArray { name: "v", dtype, rounding: ArrayRounding::Stochastic, is_nonnegative: true };
-    [StateArray::PARAMS, m, v]
-}
-
-const FLOAT32: [StateArray; 3] = adamw(Dtype::Float32);
-const BFLOAT16: [StateArray; 3] = adamw(Dtype::Bfloat16);
-
 impl fmt::Display for Moments {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.arrays()[StatePart::M].dtype.fmt(f)
+        match self {
+            Self::Float32 => Dtype::Float32.fmt(f),
+            Self::Bfloat16 => Dtype::Bfloat16.fmt(f),
+        }
     }
 }
 
@@ -121,6 +96,7 @@ mod tests {
     use super::*;
     use crate::optim::adam::{self, AdamConsts, AdamHyper, AdamState, AdamStep};
     use crate::optim::samples::{assert_same, ordinary, wild};
+    use crate::optim::state_array::StatePart;
 
     /// Bits for which values round up as rarely as possible, half of the time, and as often as possible.
     const BITS: [u32; 3] = [0, 0x8000_0000, u32::MAX];

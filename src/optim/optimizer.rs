@@ -1,8 +1,9 @@
 //! The optimizer of a run as a value: its hyperparameters, and the arrays of its state.
 
+use crate::dtype::Dtype;
 use crate::optim::adam::AdamHyper;
 use crate::optim::moments::Moments;
-use crate::optim::state_array::StateArrays;
+use crate::optim::state_array::{ArrayRounding, StateArray, StateArrays, StatePart};
 
 /// An optimizer with the settings that decide its results. A further optimizer is a variant here, its passes in
 /// [`HostPasses`](crate::optim::host_passes::HostPasses), and a kernel for states on the device.
@@ -39,6 +40,33 @@ impl Optimizer {
         }
     }
 }
+
+impl Moments {
+    /// The arrays of AdamW's state with moments in this format.
+    pub const fn arrays(self) -> StateArrays {
+        match self {
+            Self::Float32 => StateArrays::new(&FLOAT32),
+            Self::Bfloat16 => StateArrays::new(&BFLOAT16),
+        }
+    }
+}
+
+impl StatePart {
+    /// AdamW's first moments.
+    pub const M: Self = Self::at(1);
+    /// AdamW's second moments.
+    pub const V: Self = Self::at(2);
+}
+
+/// The arrays of AdamW's state with moments in the format `dtype`.
+const fn adamw(dtype: Dtype) -> [StateArray; 3] {
+    let m = StateArray { name: "m", dtype, rounding: ArrayRounding::Nearest, is_nonnegative: false };
+    let v = StateArray { name: "v", dtype, rounding: ArrayRounding::Stochastic, is_nonnegative: true };
+    [StateArray::PARAMS, m, v]
+}
+
+const FLOAT32: [StateArray; 3] = adamw(Dtype::Float32);
+const BFLOAT16: [StateArray; 3] = adamw(Dtype::Bfloat16);
 
 /// One application of a gradient: optimizer step, learning rate and gradient scale.
 #[derive(Clone, Copy, Debug, PartialEq)]

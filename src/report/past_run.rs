@@ -15,7 +15,7 @@ use std::path::Path;
 const CHECKPOINTS_READ: usize = 20;
 
 /// A checkpoint in the output directory.
-pub(super) struct SavedStep {
+pub(super) struct CheckpointedStep {
     pub(super) step: u64,
     pub(super) bytes: u64,
     /// Why the checkpoint cannot be used, if it is damaged.
@@ -29,7 +29,7 @@ pub(super) struct PastRun {
     pub(super) history: History,
     pub(super) setup: Option<RunSetup>,
     /// The newest checkpoints, newest first, and the number of older ones.
-    pub(super) checkpoints: Vec<SavedStep>,
+    pub(super) checkpoints: Vec<CheckpointedStep>,
     pub(super) older_checkpoints: usize,
     pub(super) has_timeline: bool,
     /// A typical step and the slowest one, if the timeline has them.
@@ -57,7 +57,7 @@ impl PastRun {
             let found = RunSetup::of_checkpoint(&dir.join(&name));
             let damage = found.as_ref().err().map(ToString::to_string);
             setup = setup.or(found.ok());
-            checkpoints.push(SavedStep { step, bytes: dir.tree_bytes(&name).unwrap_or(0), damage });
+            checkpoints.push(CheckpointedStep { step, bytes: dir.tree_bytes(&name).unwrap_or(0), damage });
         }
         let setup = setup.or_else(|| history.as_ref().and_then(|history| RunSetup::of_facts(&history.facts)));
         let has_timeline = matches!(dir.kind(TRACE.pattern)?, Some(FileKind::File(_)));

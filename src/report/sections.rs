@@ -4,7 +4,7 @@ use super::chart::{Chart, ChartRun, ValueAxis, stacked_bar};
 use super::curve::StepCurve;
 use super::history::{BUCKET_STEPS, DataRecord, History};
 use super::html::{self, escape, number, table};
-use super::past_run::{PastRun, SavedStep};
+use super::past_run::{CheckpointedStep, PastRun};
 use super::requested::{self, RequestedSetting};
 use super::samples::DataSamples;
 use super::verdict;
@@ -342,7 +342,7 @@ fn data_counts(data: DataRecord) -> String {
 }
 
 fn checkpoints(run: &PastRun) -> String {
-    let row = |saved: &SavedStep| {
+    let row = |saved: &CheckpointedStep| {
         let state = saved.damage.as_ref().map_or("in order".into(), |damage| format!("<span class=\"wrong\">{}</span>", escape(damage)));
         vec![number(saved.step as f64), Bytes(saved.bytes).to_string(), state]
     };

@@ -151,16 +151,7 @@ pub(super) fn prepare<'a>(
     passes_a_step(plan.recipe.step.micro_batch * plan.recipe.step.micro_batches, dataset.sequences())
         .iter()
         .for_each(|line| observer.detail(line));
-    let trained = 100.0 - 100.0 * dataset.untrained() as f64 / dataset.tokens() as f64;
-    let has_masks = dataset.untrained() > 0 || tokenizer.reads_answers();
-    let trained = if has_masks { format!(" ({trained:.1} % trained)") } else { String::new() };
-    let evaluated = eval_dataset.as_ref().map_or(String::new(), |data| format!("; evaluated on {}", counted(data.sequences(), "sequence")));
-    let (tokens, sequences, seq_length) = (dataset.tokens(), dataset.sequences(), settings.seq_length);
-    let data = format!(
-        "{}{trained}, {} of {seq_length}; tokenizer {tokenizer}{evaluated}",
-        counted(tokens, "token"),
-        counted(sequences, "sequence")
-    );
+    let data = describe_dataset(&dataset, eval_dataset.as_ref(), &tokenizer, settings.seq_length);
     let tokenizer = tokenizer.closed();
     Ok(PreparedRun {
         launch,
@@ -178,6 +169,16 @@ pub(super) fn prepare<'a>(
         max_steps,
         data,
     })
+}
+
+/// The line on the data of a run.
+fn describe_dataset(dataset: &Dataset, eval_dataset: Option<&Dataset>, tokenizer: &Tokenizer, seq_length: usize) -> String {
+    let trained = 100.0 - 100.0 * dataset.untrained() as f64 / dataset.tokens() as f64;
+    let has_masks = dataset.untrained() > 0 || tokenizer.reads_answers();
+    let trained = if has_masks { format!(" ({trained:.1} % trained)") } else { String::new() };
+    let evaluated = eval_dataset.map_or(String::new(), |data| format!("; evaluated on {}", counted(data.sequences(), "sequence")));
+    let (tokens, sequences) = (dataset.tokens(), dataset.sequences());
+    format!("{}{trained}, {} of {seq_length}; tokenizer {tokenizer}{evaluated}", counted(tokens, "token"), counted(sequences, "sequence"))
 }
 
 impl PreparedRun<'_> {

@@ -108,7 +108,7 @@ fn a_recorded_run_goes_as_it_went() {
 }
 
 #[test]
-fn a_run_whose_clip_rate_falls_goes_to_another_plan_and_back() {
+fn a_falling_clip_rate_leads_to_another_plan_and_back() {
     let (run, plan) = SimulatedRun::plain();
     let mut watched = WatchedRun::new(&run, &plan, &run.machine.rates);
     let planned = watched.places();
