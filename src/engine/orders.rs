@@ -141,10 +141,10 @@ impl<D: Kernels + Peers> Engine<D> {
         let mut settle_down = Some(settle_down);
         for seen in 0.. {
             let (order, words) = self.exchange.next_order(&mut self.dev, seen)?;
-            if matches!(order, Order::Step | Order::Evaluate) {
-                if let Some(settle_down) = settle_down.take() {
-                    settle_down()?;
-                }
+            if matches!(order, Order::Step | Order::Evaluate)
+                && let Some(settle_down) = settle_down.take()
+            {
+                settle_down()?;
             }
             match order {
                 Order::Save => {
