@@ -201,7 +201,7 @@ macro_rules! settings {
                     pub $file: $file_kind,
                 )*)?
             )*
-            /// Host memory that the data takes while steps run, once its files are known: see [`crate::data::encode::text_files::host_bytes`].
+            /// Host memory that the data takes while steps run, once its files are known: see [`crate::data::host_bytes::host_bytes`].
             #[serde(skip)]
             pub data_bytes: u64,
             /// The tokens of a step are given, and the size of a micro-batch is open.
