@@ -25,7 +25,7 @@ struct Mutant {
 }
 
 const MUTANTS: [Mutant; 16] = [
-    Mutant { name: "no wait before a pull", changes: &[("        dev.wait_for(Stream::Reduce, mate, theirs.written[bucket])?;\n", "")] },
+    Mutant { name: "no wait before a pull", changes: &[("        dev.wait_for(Stream::Reduce, mate, peer.written[bucket])?;\n", "")] },
     Mutant {
         name: "publish before record",
         changes: &[
@@ -42,8 +42,8 @@ const MUTANTS: [Mutant; 16] = [
     Mutant {
         name: "staging is overwritten before its sum",
         changes: &[
-            ("dev.wait_for(Stream::Reduce, mate, theirs.written[bucket])?", "dev.wait_for(Stream::Gather, mate, theirs.written[bucket])?"),
-            ("dev.pull(Stream::Reduce, mate, theirs.memory.grads", "dev.pull(Stream::Gather, mate, theirs.memory.grads"),
+            ("dev.wait_for(Stream::Reduce, mate, peer.written[bucket])?", "dev.wait_for(Stream::Gather, mate, peer.written[bucket])?"),
+            ("dev.pull(Stream::Reduce, mate, peer.memory.grads", "dev.pull(Stream::Gather, mate, peer.memory.grads"),
             (
                 "        dev.record(self.gradients.pulled[bucket], Stream::Reduce)?;\n",
                 "        dev.record(self.gradients.pulled[bucket], Stream::Gather)?;\n        dev.wait(Stream::Reduce, self.gradients.pulled[bucket])?;\n",
@@ -106,7 +106,7 @@ const MUTANTS: [Mutant; 16] = [
     },
     Mutant {
         name: "weights are pulled before they have come to who carries them",
-        changes: &[("if relay == owner { there.stepped[bucket] } else { there.relayed[bucket] }", "there.stepped[bucket]")],
+        changes: &[("if relay == owner { peer.stepped[bucket] } else { peer.relayed[bucket] }", "peer.stepped[bucket]")],
     },
     Mutant {
         name: "weights of another process are swapped into flat places, whoever keeps them",
