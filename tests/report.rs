@@ -215,7 +215,7 @@ fn names_from_files_are_text_and_damage_is_counted() {
     let page = page(&workspace, &[&name]);
     assert!(!page.contains("<script>alert") && !page.contains("<svg onload") && page.contains("&lt;script&gt;alert(1)"));
     assert!(page.contains("1 line of metrics.jsonl is damaged") && page.contains("has no end") && page.contains("1 step has no loss"));
-    assert!(page.contains("no checkpoint has their total") && page.contains("No step has this value."));
+    assert!(page.contains("no checkpoint has the total") && page.contains("No step has this value."));
     check_svg(&page);
 }
 
