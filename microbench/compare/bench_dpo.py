@@ -12,7 +12,6 @@ import datetime
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -140,20 +139,7 @@ def main():
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.checkpointing = False  # The trainer turns it on.
-    if not options.here:
-        for name in options.systems * options.rounds:
-            command = [sys.executable, __file__, *sys.argv[1:], "--here", "--systems", name]
-            if subprocess.run(command, check=False).returncode:
-                print(f"{name}: failed", file=sys.stderr)
-        return
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    (name,) = options.systems
-    try:
-        measure(torch, name, options, device)
-    except ImportError as error:
-        print(f"{name}: left out, {error}", file=sys.stderr)
+    bench.in_turns(options, __file__, lambda torch, name, device: measure(torch, name, options, device))
 
 
 if __name__ == "__main__":

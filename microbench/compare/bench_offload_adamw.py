@@ -239,6 +239,24 @@ def measure(torch, name, options, device):
     print(json.dumps(line), flush=True)
 
 
+def in_turns(options, program, run):
+    """Start `program` once for each turn of a system, in a process whose memory ends with it; in such a process, call `run`."""
+    if not options.here:
+        for name in options.systems * options.rounds:
+            command = [sys.executable, program, *sys.argv[1:], "--here", "--systems", name]
+            if subprocess.run(command, check=False).returncode:
+                print(f"{name}: failed", file=sys.stderr)
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+
+    (name,) = options.systems
+    try:
+        run(torch, name, "cuda" if torch.cuda.is_available() else "cpu")
+    except ImportError as error:
+        print(f"{name}: left out, {error}", file=sys.stderr)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="qwen3-4b")
@@ -255,25 +273,11 @@ def main():
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if not options.here:
-        # A process for each, whose memory ends with it.
-        for name in options.systems * options.rounds:
-            command = [sys.executable, __file__, *sys.argv[1:], "--here", "--systems", name]
-            if subprocess.run(command, check=False).returncode:
-                print(f"{name}: failed", file=sys.stderr)
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    (name,) = options.systems
-    try:
-        if name == "check":
-            check(torch, options, device)
-        else:
-            measure(torch, name, options, device)
-    except ImportError as error:
-        print(f"{name}: left out, {error}", file=sys.stderr)
+    def run(torch, name, device):
+        check(torch, options, device) if name == "check" else measure(torch, name, options, device)
+
+    in_turns(options, __file__, run)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,11 @@ pub(crate) trait HostPasses: Copy {
     fn speculate(self, step: Self::Step, state: &Self::State<'_>, grads: Grads<'_>, out: Weights<'_>);
 
     /// [`HostPasses::step`] without working weights.
+    #[cfg(feature = "stv")]
     fn commit(self, step: Self::Step, state: &mut Self::State<'_>, grads: Grads<'_>);
 
     /// [`HostPasses::commit`] of a pending update, then [`HostPasses::speculate`] on the next one, in one pass over the state.
+    #[cfg(feature = "stv")]
     fn commit_then_speculate(
         self,
         pending: (Self::Step, Grads<'_>),
@@ -101,10 +103,12 @@ impl<M: Moment> HostPasses for AdamWPasses<M> {
         self.kernels.speculate(step, state, grads, out);
     }
 
+    #[cfg(feature = "stv")]
     fn commit(self, step: AdamStep, state: &mut AdamState<'_, M>, grads: Grads<'_>) {
         self.kernels.commit(step, state, grads);
     }
 
+    #[cfg(feature = "stv")]
     fn commit_then_speculate(
         self,
         (pending, pending_grads): (AdamStep, Grads<'_>),

@@ -509,7 +509,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Send the weights that the device lacks, in the order in which it needs them; then update the state."""
         order = sorted(now.buckets[::-1], key=lambda bucket: bucket in self._held_by_forward)
         redone = [bucket for bucket in order if not (holds and bucket.is_speculated)]
-        # Backward needs the state of these buckets first, and forward their weights last.
+        # Backward completes these buckets first, so their states are needed first. Forward needs their weights last.
         at_once = set(redone[len(redone) - (min(self._at_once, len(redone)) if self.speculate else len(redone)) :])
         for bucket in order:
             if bucket in at_once:
@@ -672,7 +672,8 @@ class OffloadAdamW(torch.optim.Optimizer):
 
 
 def _wait(now: _Round) -> int:
-    """Wait for the first pass over all gradients. Returns the number of buckets that had arrived at the end of backward, and were waiting."""
+    """Wait for the first pass over all gradients. Returns the number of buckets whose gradients had arrived when backward ended, and whose first
+    pass was not done."""
     late = None
     for bucket in now.buckets:
         if late is None and now.ended.query():

@@ -91,14 +91,17 @@ const NAMES: &[ForeignName] = &[
 ];
 
 /// Columns of media, which a table may hold in bytes: their values are not read, only that they are there.
+#[cfg(feature = "parquet")]
 const MEDIA_COLUMNS: [&str; 7] = ["images", "image", "videos", "video", "audios", "audio", "objects"];
 
 /// Whether the values of the column `name` are looked at in a table.
+#[cfg(feature = "parquet")]
 pub(super) fn is_looked_at(name: &str) -> bool {
     NAMES.iter().any(|known| known.place == Column && known.name == name) && !MEDIA_COLUMNS.contains(&name)
 }
 
 /// Whether a table's column `name` is one of media, of which it is enough to know that it is there.
+#[cfg(feature = "parquet")]
 pub(in crate::data) fn is_media(name: &str) -> bool {
     MEDIA_COLUMNS.contains(&name)
 }

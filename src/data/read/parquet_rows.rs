@@ -2,17 +2,17 @@
 //! memory holds a page of each.
 //!
 //! Sizes and counts in a file's metadata are checked before they are used ([`bounds`], [`shape`], [`deltas`]). Panics of the library are
-//! errors. All of it happens in a sandbox ([`elsewhere`]).
+//! errors. All of it happens in a sandbox ([`child_reader`]).
 
 mod bounds;
+mod child_reader;
 mod deltas;
-mod elsewhere;
 mod json_columns;
 mod shape;
 mod thrift;
 
+pub(in crate::data) use self::child_reader::for_each_in_sandbox;
 use self::deltas::CheckedGroup;
-pub(in crate::data) use self::elsewhere::for_each_in_sandbox;
 use self::json_columns::JsonColumns;
 use super::compression::{EXPANSION_MAX, SMALL_BYTES};
 use crate::data::chat::foreign_names::is_media;

@@ -19,6 +19,7 @@ impl MessageWriter {
         self.0
     }
 
+    #[cfg(feature = "parquet")]
     pub(in crate::data) fn bytes(&self) -> usize {
         self.0.len()
     }
@@ -66,6 +67,7 @@ impl<'a> MessageReader<'a> {
     }
 
     /// Bytes of the message that were not read.
+    #[cfg(feature = "parquet")]
     pub(in crate::data) fn bytes_left(&self) -> usize {
         self.0.len()
     }

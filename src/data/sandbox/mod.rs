@@ -66,6 +66,7 @@ pub(in crate::data) struct Sandbox {
 }
 
 /// One process that sends messages.
+#[cfg(feature = "parquet")]
 pub(in crate::data) struct SandboxStream(SandboxProcess);
 
 /// A child of this process.
@@ -156,6 +157,7 @@ impl Drop for Sandbox {
     }
 }
 
+#[cfg(feature = "parquet")]
 impl SandboxStream {
     /// Starts a process that runs `body`. Its argument sends a message and returns whether the parent wants more.
     ///

@@ -140,6 +140,7 @@ fn no_process_is_left_when_a_sandbox_ends_or_is_stopped() {
     assert!(!is_alive(worker) && !is_alive(first), "also the one that works");
 }
 
+#[cfg(feature = "parquet")]
 #[test]
 fn a_stream_sends_until_the_reader_ends() {
     let start = |count: u32| {
