@@ -2,8 +2,8 @@
 
     tests/gpu/torch_rows.py [--model qwen3-4b] [--seconds N]
 
-Rows of `OffloadAdamW`: a model of transformers with compiled layers and a limit of the norm that clips no step or each step, by default and with
-install_early. The row "no sample" leaves out the sample that finds changes through .data. The rows of one optimizer take turns on it, so that they
+Rows of `OffloadAdamW`: a model of transformers with compiled layers and a limit of the norm that clips no step or each step, by default and without
+speculation. The row "no sample" leaves out the sample that finds changes through .data. The rows of one optimizer take turns on it, so that they
 differ in nothing else. A row for which no time is left is named. `CPUAdamW` steps 10,000 tensors of 16 elements with one thread, and so does torch's fused AdamW.
 """
 
@@ -54,12 +54,12 @@ def offload_rows(options, ends):
     model = bench.build(torch, config, options, DEVICE)
     _, flops, _ = bench.w.flops(config, model, options.batch, options.seq, options.checkpointing)
     ids = bench.batches(torch, config, options, DEVICE)
-    for early in (False, True):
-        name = "install_early" if early else "by default"
+    for speculate in (True, False):
+        name = "by default" if speculate else "without speculation"
         if time.monotonic() > ends - 60:
             print(f"LEFT OUT: {options.model} {name}: no time is left", flush=True)
             continue
-        optimizer = OffloadAdamW(model.parameters(), **bench.HYPER, max_grad_norm=1.0, install_early=early)
+        optimizer = OffloadAdamW(model.parameters(), **bench.HYPER, max_grad_norm=1.0, speculate=speculate)
         optimizer.overlap_forward(bench.w.layers_of(model))
         times = {row: [] for row, *_ in ROWS}
         lasts = {}

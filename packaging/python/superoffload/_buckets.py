@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ._adamw import FORMATS, _cpu_adam, flat, step_count
-from ._edits import Seen, sampled
+from ._edits import sampled
 from ._link import host_array
 
 ALIGN = 64
@@ -76,8 +76,6 @@ class Member:
     """Torch's version counter of the parameter after this optimizer's last change; None if unknown."""
     seen: weakref.ref[torch.Tensor] | None = None
     """The gradient to which backward passes accumulate."""
-    early: Seen | None = None
-    """With `install_early`: a sample of the weights before new ones replaced them."""
     borrows: bool = False
     """Whether the arrays of the state belong to the caller of load_state_dict."""
 
@@ -154,7 +152,7 @@ class Bucket:
     spare: torch.Tensor | None = None
     """Gradients of the pending step, or else free memory."""
     staged: torch.Tensor | None = None
-    """New weights that are not on the device yet. With `install_early`, weights go through a `Stage` instead."""
+    """New weights that are not on the device yet. Without speculation, weights go through a `Stage` instead."""
     pending: Pending | None = None
     """The step that the state lacks. Only the worker thread accesses it."""
     arrived: list[Part] = field(default_factory=list)

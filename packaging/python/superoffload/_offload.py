@@ -38,7 +38,7 @@ from ._load import LIVE, load_state
 from ._shards import is_partitioned, ranks
 
 STAGES = 3
-"""Number of buckets with new weights in flight between the CPU and the device at once, with `install_early`."""
+"""Number of buckets with new weights in flight between the CPU and the device at once, without speculation."""
 
 
 @dataclass
@@ -113,9 +113,6 @@ class OffloadAdamW(torch.optim.Optimizer):
         accumulation_steps: Number of backward passes before each `step`.
         bucket_mib: Size in MiB of a bucket, the unit of copies and updates.
         speculate: Compute new weights before the gradient norm is known. Needs host memory for a second set of gradients.
-        install_early: Copy the new weights of each bucket to the device during backward, as soon as they are computed. No code may then
-            read weights between `backward` and `step`: no forward pass, no checkpoint, and no backward operation that has saved a weight without
-            autograd's knowledge. By default, the device gets new weights in `step`, which was faster on the machine measured (an H200, 16 cores).
         threads: Number of threads; `torch.get_num_threads() - 2` by default.
         isa: Instruction set of the CPU; "auto" selects the fastest one.
         foreach: Accepted for compatibility with `torch.optim.AdamW`, and ignored.
@@ -139,7 +136,6 @@ class OffloadAdamW(torch.optim.Optimizer):
         accumulation_steps: int = 1,
         bucket_mib: float = 64,
         speculate: bool = True,
-        install_early: bool = False,
         threads: int | None = None,
         isa: str = "auto",
         foreach: bool | None = None,
@@ -149,7 +145,6 @@ class OffloadAdamW(torch.optim.Optimizer):
         differentiable: bool = False,
     ) -> None:
         refuse_switches(amsgrad=amsgrad, capturable=capturable, maximize=maximize, differentiable=differentiable)
-        refuse_unless(speculate or not install_early, "install_early=True needs speculate=True: without speculation no weights are made early")
         refuse_unless(max_grad_norm is None or 0 <= max_grad_norm, f"max_grad_norm must be 0 or more, not {max_grad_norm}; 0 does not clip")
         refuse_unless(accumulation_steps >= 1, f"accumulation_steps must be at least 1, not {accumulation_steps}")
         refuse_unless(1 / 64 <= bucket_mib <= 4096, f"bucket_mib must be from 1/64 to 4096, not {bucket_mib}")
@@ -157,7 +152,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         check_isa(isa)
         _refuse_ranks()
         self.max_grad_norm, self.accumulation_steps, self.isa = max_grad_norm, accumulation_steps, isa
-        self.speculate, self.install_early = speculate, install_early
+        self.speculate = speculate
         # With accelerate: whether the present backward pass is the last one before `step`.
         self._is_last_pass: Callable[[], bool] | None = None
         self.threads = threads or max(1, torch.get_num_threads() - 2)
@@ -257,7 +252,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self.last = OffloadStep(now.norm, now.scale or 0.0, verdict, speculated, 0 if holds else speculated)
         self._history.record(now.scale)
         if now.scale is None:
-            self._restore(now)
+            self._drop(now)
         else:
             torch._foreach_add_([self.state[member.param]["step"] for member in now.members], 1)
             self._make_final(now, groups, holds)
@@ -301,7 +296,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Drop all gradients. If a step has begun, the weights are restored."""
         if now := self._round:
             now.ended = self._link.mark()
-            self._restore(now)
+            self._drop(now)
             self._end(now)
             self._hold(now.buckets)
         for member in self._members:
@@ -364,11 +359,6 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _forget(self, member: Member) -> None:
         """Undo `_take` of a gradient that was dropped, for example by the model's zero_grad."""
-        if self.install_early:
-            raise RuntimeError(
-                f"the gradient of parameter {member.index} was set after backward(), and with install_early its weights are those of the coming "
-                "step: drop gradients with this optimizer's zero_grad()"
-            )
         now = self._round
         now.members.remove(member)
         now.is_judged = member.is_taken = False
@@ -397,11 +387,6 @@ class OffloadAdamW(torch.optim.Optimizer):
         state = self._state_of(member)
         member.number = int(state["step"].item()) + 1
         gradient = flat(in_layout_of(param, param.grad.detach()))
-        if self.install_early:
-            self._hold(part.bucket for part in member.parts)
-            member.early = Seen(self._link, member.parts)
-            # Weights change from here on. Autograd rejects later backward passes that have saved them.
-            torch.autograd.graph.increment_version(param)
         param.grad, member.version, member.is_taken, member.seen = member.gone, param._version, True, None
         now.members.append(member)
         for part in member.parts:
@@ -433,23 +418,16 @@ class OffloadAdamW(torch.optim.Optimizer):
             member.borrows = False
         take_changes(state["param"], member.param)
 
-    def _seen(self, now: _Round) -> list[Seen]:
-        """Return samples of the weights that backward has used."""
-        if self.install_early:
-            return [member.early for member in now.members]
+    def _seen(self, now: _Round) -> Seen:
+        """Return a sample of the weights that backward has used."""
         parts = [part for member in now.members for part in member.parts]
         # The last step's weights may still be on their way.
         self._hold({part.bucket: None for part in parts})
-        return [Seen(self._link, parts)]
+        return Seen(self._link, parts)
 
-    def _take_uncounted_changes(self, now: _Round, seen: list[Seen]) -> None:
+    def _take_uncounted_changes(self, now: _Round, seen: Seen) -> None:
         """Take over changes through `.data`. New weights that were computed without them are computed again."""
-        changed = sorted(set().union(*(each.changed() for each in seen)), key=lambda member: member.index)
-        if changed and self.install_early:
-            raise RuntimeError(
-                f"parameter {changed[0].index} was changed through .data before backward(), and with install_early its weights have been replaced "
-                f"since: {ADVICE}, or leave install_early out. To go on, call this optimizer's zero_grad()"
-            )
+        changed = sorted(seen.changed(), key=lambda member: member.index)
         for member in changed:
             self._take_changes(member)
             for part in member.parts:
@@ -467,8 +445,6 @@ class OffloadAdamW(torch.optim.Optimizer):
         bucket.arrived.sort(key=lambda part: part.offset)
         bucket.landed, bucket.is_speculated = self._link.brought(), speculates
         bucket.task = self._worker.submit(self._first_pass, bucket, list(bucket.arrived), now.hyper, speculates)
-        if speculates and self.install_early:
-            bucket.writing = bucket.task
         now.buckets.append(bucket)
 
     def _judge(self) -> _Round | None:
@@ -512,24 +488,21 @@ class OffloadAdamW(torch.optim.Optimizer):
         # Backward completes these buckets first, so their states are needed first. Forward needs their weights last.
         at_once = set(redone[len(redone) - (min(self._at_once, len(redone)) if self.speculate else len(redone)) :])
         for bucket in order:
-            if bucket in at_once:
-                self._submit_weights(bucket, groups, now.ended, lambda update: update.step(now.scale))
-            elif not (holds and bucket.is_speculated):
-                self._submit_weights(bucket, groups, now.ended, lambda update: update.weights(now.scale))
-            elif not self.install_early:
+            if holds and bucket.is_speculated:
                 self._submit_weights(bucket, groups, now.ended, None)
+            elif bucket in at_once:
+                self._submit_weights(bucket, groups, now.ended, lambda update: update.step(now.scale))
+            else:
+                self._submit_weights(bucket, groups, now.ended, lambda update: update.weights(now.scale))
         deferred = [(bucket, None if bucket in at_once else bucket.arrived) for bucket in now.buckets]
         task = self._worker.submit(self._defer, deferred, now.scale)
         for bucket in now.buckets:
             bucket.task = task
 
-    def _restore(self, now: _Round) -> None:
-        """Drop new weights. If they are on the device already, send the weights of the state."""
-        for bucket in reversed(now.buckets):
-            if bucket.is_speculated and self.install_early:
-                self._submit_weights(bucket, now.hyper, now.ended, lambda update: update.emit())
-            else:
-                bucket.task = self._worker.submit(_unstage, bucket)
+    def _drop(self, now: _Round) -> None:
+        """Drop new weights, which the device does not have yet."""
+        for bucket in now.buckets:
+            bucket.task = self._worker.submit(_unstage, bucket)
 
     def _submit_weights(self, bucket: Bucket, groups: list[tuple[float, ...]], after: Any, act: Callable[[Any], None] | None) -> None:
         bucket.writing = bucket.task = self._worker.submit(self._write, bucket, list(bucket.arrived), groups, after, act)
@@ -579,14 +552,11 @@ class OffloadAdamW(torch.optim.Optimizer):
         if pending:
             bucket.update.commit_then_speculate(pending.update, pending.scale)
             bucket.pending = None
-            if not self.install_early:
-                # The gradients of the previous step are no longer needed.
-                self._free.append(bucket.spare)
-                bucket.spare = None
+            # The gradients of the previous step are no longer needed.
+            self._free.append(bucket.spare)
+            bucket.spare = None
         else:
             bucket.update.speculate()
-        if self.install_early:
-            self._send(bucket, parts, stage, None)
 
     def _write(self, bucket: Bucket, parts: list[Part], groups: list[tuple[float, ...]], after: Any, act: Callable[[Any], None] | None) -> None:
         """Send new weights to the device. `act` computes them; without it they have been computed already."""
@@ -594,14 +564,11 @@ class OffloadAdamW(torch.optim.Optimizer):
         if act is not None:
             bucket.update = self._update(bucket, parts, groups, stage.room)
             act(bucket.update)
-        self._send(bucket, parts, stage, after)
-
-    def _send(self, bucket: Bucket, parts: list[Part], stage: Stage, after: Any) -> None:
         stage.sent = bucket.sent = self._link.send([(part.weights, part.of(stage.room)) for part in parts], after)
 
     def _stage(self, bucket: Bucket) -> Stage:
-        """Return host memory for the new weights of `bucket`: the bucket's own memory, or with `install_early` one of a few shared stages."""
-        if self.speculate and not self.install_early:
+        """Return host memory for the new weights of `bucket`: the bucket's own memory, or without speculation one of a few shared stages."""
+        if self.speculate:
             if bucket.staged is None and bucket.pending is None and bucket.spare is not None:
                 bucket.staged, bucket.spare = bucket.spare, None
             elif bucket.staged is None:
@@ -627,9 +594,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Apply the step to the state later. Buckets that backward completes last come first. The state of a bucket without parts is up to date."""
         for bucket, parts in buckets:
             bucket.pending = None if parts is None else Pending(bucket.update, parts, scale)
-            if self.install_early:
-                bucket.slot, bucket.spare = bucket.spare, bucket.slot
-            elif self.speculate:
+            if self.speculate:
                 # The next gradients arrive in the memory from which the weights of this step leave.
                 bucket.slot, bucket.spare, bucket.staged = bucket.staged, bucket.slot, None
         self._behind = deque(bucket for bucket, _ in reversed(buckets))

@@ -20,7 +20,7 @@ class SuperOffloadTrainerMixin:
         class OffloadTrainer(SuperOffloadTrainerMixin, SFTTrainer): ...
 
     Learning rate, betas, epsilon, weight decay, `max_grad_norm` and `gradient_accumulation_steps` come from `TrainingArguments`. Pass other arguments
-    of `OffloadAdamW` as `optim_args="bucket_mib=128,install_early=true"`, or, if the Trainer accepts it, as
+    of `OffloadAdamW` as `optim_args="bucket_mib=128,threads=8"`, or, if the Trainer accepts it, as
     `optimizer_cls_and_kwargs=(OffloadAdamW, {"bucket_mib": 128})`.
     """
 
@@ -116,7 +116,7 @@ def _truth(word: str) -> bool:
     return word.lower() in ("true", "1")
 
 
-OPTIM_ARGS: dict[str, Callable[[str], Any]] = {"bucket_mib": float, "speculate": _truth, "install_early": _truth, "threads": int, "isa": str}
+OPTIM_ARGS: dict[str, Callable[[str], Any]] = {"bucket_mib": float, "speculate": _truth, "threads": int, "isa": str}
 
 
 def _optim_args(text: str) -> dict[str, Any]:

@@ -67,13 +67,8 @@ def weight_bits(params):
     return [hashlib.sha256(p.detach().cpu().reshape(-1).view(torch.uint8).numpy()).hexdigest() for p in params]
 
 
-EARLY = False
-"""Whether `offload` uses `install_early` if it speculates."""
-
-
 def offload(own, **settings):
-    early = EARLY and settings.get("speculate", True)
-    return OffloadAdamW(own, **{**HYPER, "bucket_mib": SMALL, "max_grad_norm": 500.0, "install_early": early, **settings})
+    return OffloadAdamW(own, **{**HYPER, "bucket_mib": SMALL, "max_grad_norm": 500.0, **settings})
 
 
 def on_cpu(own, **settings):
@@ -197,7 +192,7 @@ class Exactness(unittest.TestCase):
             before = weight_bits(ours)
             backward(ours, 1)
             speculated(mine)
-            self.assertEqual(weight_bits(ours) != before, EARLY)
+            self.assertEqual(weight_bits(ours), before)
             mine.zero_grad()
             self.assertEqual(weight_bits(ours), before)
             self.assertIsNone(mine.step())
@@ -476,7 +471,7 @@ class Copies(unittest.TestCase):
 
         for late in (lambda _: 0, lambda _: 5, lambda _: 1000, lambda seen: 7 * (seen % 2)):
             with mock.patch("superoffload._offload._wait", fixed(late)):
-                make = lambda own: Counted(own, **{**HYPER, "bucket_mib": SMALL, "install_early": EARLY, **clipped})  # noqa: E731
+                make = lambda own: Counted(own, **{**HYPER, "bucket_mib": SMALL, **clipped})  # noqa: E731
                 self.assertEqual(run(make, steps=30, dtype=torch.bfloat16)[0], want)
         self.assertGreater(len(counts), 5)
 
@@ -498,33 +493,13 @@ class Copies(unittest.TestCase):
                 super().bring(target, gradient, after)
 
         with mock.patch("superoffload._offload.link_to", lambda _: SlowGradients()):
-            make = lambda own: Watched(own, **{**HYPER, "bucket_mib": SMALL, "install_early": EARLY, "max_grad_norm": 500.0})  # noqa: E731
+            make = lambda own: Watched(own, **{**HYPER, "bucket_mib": SMALL, "max_grad_norm": 500.0})  # noqa: E731
             got, _ = run(make, steps=8)
         self.assertEqual(got, run(on_cpu, steps=8)[0])
         self.assertGreater(sum(committed), 0)
 
 
 class Speculation(unittest.TestCase):
-    def test_new_weights_are_installed_early_where_that_is_asked_for_and_the_state_is_as_before(self):
-        own = params(torch.bfloat16)
-        optimizer = offload(own, install_early=True)
-        backward(own, 0)
-        optimizer.step()
-        optimizer.synchronize()
-        before = [{key: tensor.clone() for key, tensor in optimizer.state[p].items()} for p in own]
-        old = weight_bits(own)
-        backward(own, 1)
-        speculated(optimizer)
-        new = weight_bits(own)
-        self.assertEqual([a == b for a, b in zip(old, new)], [p.numel() == 0 for p in own])
-        for p, state in zip(own, before):
-            for key, tensor in state.items():
-                self.assertTrue(torch.equal(optimizer.state[p][key], tensor), key)
-        optimizer.step()
-        optimizer.synchronize()
-        self.assertEqual(weight_bits(own), new)
-        self.assertFalse(torch.equal(optimizer.state[own[2]]["exp_avg"], before[2]["exp_avg"]))
-
     def test_speculation_rests_where_it_keeps_failing(self):
         own = params()
         optimizer = offload(own, max_grad_norm=1.0)
@@ -737,32 +712,6 @@ class NeverIdle:
         self.addCleanup(never.stop)
 
 
-class Early:
-    """Weights are copied to the device while backward runs."""
-
-    def setUp(self):
-        early = mock.patch(f"{__name__}.EARLY", True)
-        early.start()
-        self.addCleanup(early.stop)
-        super().setUp()
-
-
-class EarlyExactness(Early, Exactness):
-    pass
-
-
-class EarlyModels(Early, Models):
-    pass
-
-
-class EarlyCopies(Early, Copies):
-    pass
-
-
-class LateEarlyExactness(Early, NeverIdle, Exactness):
-    pass
-
-
 class LateExactness(NeverIdle, Exactness):
     pass
 
@@ -810,13 +759,6 @@ class Refusals(unittest.TestCase):
         loss = (own * own).sum()
         loss.backward(retain_graph=True)
         optimizer.step()
-        with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
-            loss.backward()
-        del optimizer
-        gc.collect()
-        optimizer = offload([own], max_grad_norm=None, install_early=True)
-        loss = (own * own).sum()
-        loss.backward(retain_graph=True)
         with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
             loss.backward()
 

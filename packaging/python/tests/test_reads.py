@@ -153,13 +153,6 @@ class BetweenBackwardAndStep(unittest.TestCase):
 
         torch.testing.assert_close(last(offload), last(lambda own: torch.optim.AdamW(own, lr=0.1)), rtol=1e-4, atol=1e-4)
 
-    def test_installing_early_is_a_keyword_and_needs_speculation(self):
-        net, _, before = self.ready(install_early=True)
-        self.assertFalse(any(torch.equal(param, weight) for param, weight in zip(net.parameters(), before)))
-        with self.assertRaisesRegex(ValueError, "install_early=True needs speculate=True"):
-            offload(net.parameters(), install_early=True, speculate=False)
-
-
 class ChangesThroughData(unittest.TestCase):
     """Torch's version counter does not count them. They are found by a sample of the weights."""
 
@@ -203,30 +196,14 @@ class ChangesThroughData(unittest.TestCase):
         want = self.run_with(change, "before step", partial(CPUAdamW, lr=0.1, max_grad_norm=1e9), bad=2)
         self.assertTrue(same(self.run_with(change, "before step", offload, bad=2), want))
 
-    def test_with_weights_that_are_installed_early_they_are_refused_and_training_goes_on(self):
-        net = model()
-        optimizer = offload(net.parameters(), install_early=True)
-        for step in range(4):
-            if step == 2:
-                self.CHANGES["clamp"](net[1].weight.data)
-            net(IN).square().mean().backward()
-            if step == 2:
-                with self.assertRaisesRegex(RuntimeError, r"parameter 2 was changed through \.data.*install_early.*zero_grad\(\)"):
-                    optimizer.step()
-            else:
-                optimizer.step()
-            optimizer.zero_grad()
-        optimizer.synchronize()
-        self.assertEqual(optimizer.state[net[1].weight]["step"].item(), 3)
-
     def test_weights_that_nobody_changes_are_not_suspected(self):
         """NaN, negative zero, clipped and skipped steps, 16 bits, and parts in several buckets."""
-        for dtype, early in itertools.product((torch.float32, torch.bfloat16, torch.float16), (True, False)):
+        for dtype, speculate in itertools.product((torch.float32, torch.bfloat16, torch.float16), (True, False)):
             net = model().to(dtype)
             with torch.no_grad():
                 net[0].bias[:2] = float("nan")
                 net[2].bias.mul_(-0.0)
-            optimizer = offload(net.parameters(), install_early=early, max_grad_norm=0.1)
+            optimizer = offload(net.parameters(), speculate=speculate, max_grad_norm=0.1)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 for step in range(6):
@@ -257,13 +234,10 @@ class ChangesThroughData(unittest.TestCase):
 class DroppedGradients(unittest.TestCase):
     """Gradients dropped by the model's zero_grad, which the optimizer does not see."""
 
-    def pair(self, **settings):
+    def follow(self, loop, **settings):
         ours, theirs = model(), model()
         common = {"lr": 0.1, "max_grad_norm": 1e9}
-        return ours, OffloadAdamW(ours.parameters(), bucket_mib=SMALL, **common, **settings), theirs, CPUAdamW(theirs.parameters(), **common)
-
-    def follow(self, loop, **settings):
-        ours, mine, theirs, other = self.pair(**settings)
+        mine, other = OffloadAdamW(ours.parameters(), bucket_mib=SMALL, **common, **settings), CPUAdamW(theirs.parameters(), **common)
         for net, optimizer in ((ours, mine), (theirs, other)):
             loop(net, optimizer)
         mine.synchronize()
@@ -304,24 +278,6 @@ class DroppedGradients(unittest.TestCase):
                 net.zero_grad()
 
         self.follow(loop)
-
-    def test_weights_that_were_installed_early_are_taken_back_by_the_optimizer_alone(self):
-        ours, mine, theirs, other = self.pair(install_early=True)
-        for step in range(3):
-            ours(IN).square().mean().backward()
-            ours.zero_grad()
-            with self.assertRaisesRegex(RuntimeError, r"install_early.*drop gradients with this optimizer's zero_grad\(\)"):
-                if step == 1:
-                    mine.step()
-                else:
-                    ours(IN).square().mean().backward()
-            mine.zero_grad()
-            for net, optimizer in ((ours, mine), (theirs, other)):
-                net(IN).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        mine.synchronize()
-        self.assertTrue(same(weights(ours), weights(theirs)))
 
     def test_nothing_is_left(self):
         def loop(net, optimizer):

@@ -163,9 +163,9 @@ class InTrainer(unittest.TestCase):
             self.assertTrue(torch.equal(one, other))
 
     def test_optim_args_are_read(self):
-        trainer = train(OffloadTrainer, self.output, max_steps=1, optim_args="bucket_mib=0.5, install_early=true,threads=3")
+        trainer = train(OffloadTrainer, self.output, max_steps=1, optim_args="bucket_mib=0.5, speculate=false,threads=3")
         optimizer = unwrapped(trainer)
-        self.assertEqual((optimizer._bucket_bytes, optimizer.install_early, optimizer.threads), (2**19, True, 3))
+        self.assertEqual((optimizer._bucket_bytes, optimizer.speculate, optimizer.threads), (2**19, False, 3))
         for text, why in (("bucket=1", "'bucket' is no setting of OffloadAdamW; its settings are bucket_mib"), ("speculate=perhaps", "'perhaps' is neither"), ("threads=two", "threads=two")):
             with self.assertRaisesRegex(ValueError, f"optim_args: .*{why}"):
                 train(OffloadTrainer, self.output, optim_args=text)

@@ -156,11 +156,6 @@ mod _cpu_adam {
         fn commit(&self, py: Python<'_>, scale: f32) -> PyResult<()> {
             self.run(py, PassKind::Commit { scale })
         }
-
-        /// Writes the weights of the current state.
-        fn emit(&self, py: Python<'_>) -> PyResult<()> {
-            self.run(py, PassKind::Emit)
-        }
     }
 
     impl Update {

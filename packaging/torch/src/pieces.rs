@@ -144,8 +144,6 @@ pub(crate) enum PassKind {
     StepAtOnce { scale: f32 },
     /// Takes changes of the weights into the state; then does the work of `StepAtOnce`.
     Step { scale: f32 },
-    /// Writes the weights of the current state.
-    Emit,
 }
 
 /// One pass over all gradients.
@@ -203,7 +201,6 @@ unsafe impl Job for Pass {
                         tensor.take_changes(&part.elems);
                         tensor.step(kernels, *scale, &part.elems);
                     }
-                    PassKind::Emit => tensor.emit(kernels, &part.elems),
                 }
             }
         }

@@ -233,17 +233,6 @@ impl Tensor {
         }
     }
 
-    /// Writes the working weights of the current state.
-    ///
-    /// # Safety
-    /// The conditions of [`Tensor::step`].
-    pub(crate) unsafe fn emit(&self, kernels: AdamKernels, at: &Range<usize>) {
-        // SAFETY: guaranteed by the caller.
-        if let (params, Some(out)) = unsafe { (read(self.addresses.0, at), self.weights(at)) } {
-            kernels.emit(params, out);
-        }
-    }
-
     /// # Safety
     /// The conditions of [`Tensor::step`].
     unsafe fn with_state(&self, at: &Range<usize>, effect: Effect<'_>) {
