@@ -11,11 +11,11 @@ use crate::checkpoint::best::find_best;
 use crate::checkpoint::digest::digest_checkpoint;
 use crate::checkpoint::export::{MAX_SHARD_BYTES, Options, export_checkpoint};
 use crate::config::aliases;
-use crate::config::describe::as_word;
 use crate::config::foreign;
 use crate::config::settings::{Settings, TrainOptions};
 use crate::data::context::{self, Preparation};
 use crate::data::view::{DataView, ViewRequest};
+use crate::describe::as_word;
 use crate::disk::{ResultFile, ResultKind};
 use crate::doctor::{DoctorReport, Probes};
 use crate::dtype::Dtype;
@@ -130,8 +130,9 @@ pub fn plan(model: &Path, options: TrainOptions, log: &mut dyn FnMut(&dyn Displa
         log(&format_args!("warning: {line}"));
     }
     let settings = packing::settle_for_plan(&settings, &mut |line| log(&line));
-    let machine = Machine::of_run(&profile, &settings)?;
-    let query = SearchQuery::new(&settings, &shape, &machine);
+    let machine = Machine::of_run(&profile, &settings.cut())?;
+    let request = settings.request(&shape);
+    let query = SearchQuery::new(&request, &machine);
     progress::with_progress(log, || SearchReport::of(query, &model.display().to_string(), &profile))
 }
 

@@ -1,7 +1,6 @@
 //! Facts in a record besides its measurements: program, machine, model, plan.
 
 use crate::bucket::layout::Tier;
-use crate::config::options::Strategy;
 use crate::data::dataset::Dataset;
 use crate::device::ExpertProducts;
 use crate::hardware::gpu::GpuFacts;
@@ -13,6 +12,7 @@ use crate::model::tensors::TensorTable;
 use crate::optim::moments::Moments;
 use crate::planner::plan::Plan;
 use crate::planner::techniques::Techniques;
+use crate::request::choices::Strategy;
 use serde::Serialize;
 use std::collections::BTreeMap;
 

@@ -139,7 +139,7 @@ fn steps(strategy: &str, more: &str) -> Counts {
 fn steps_of(strategy: &str, more: &str, change: impl FnOnce(&mut Plan)) -> Counts {
     let settings = settings(&format!("{COMMON}{}{strategy}{more}", resident(strategy)));
     let shape = shape_of(more);
-    let mut plan = Plan::new(&settings, &shape, &Machine::cpu(2), true).unwrap();
+    let mut plan = Plan::new(&settings.request(&shape), &Machine::cpu(2), true).unwrap();
     change(&mut plan);
     let name = format!("{strategy}{more}");
     on_cpus(&plan, &shape, &Topology::this_machine(), Watch { name, loader: loader(&settings, &shape) }).unwrap()
@@ -207,7 +207,7 @@ fn loader(settings: &Settings, shape: &ModelShape) -> Loader {
 fn memory_stays_flat() {
     let settings = settings(&format!("{COMMON}{}{}max-grad-norm = 1\n", resident(STRATEGIES[1]), STRATEGIES[1]));
     let shape = tiny_llama(1, 32, 256, true);
-    let plan = Plan::new(&settings, &shape, &Machine::cpu(2), true).unwrap();
+    let plan = Plan::new(&settings.request(&shape), &Machine::cpu(2), true).unwrap();
     let (mut engine, mut loader) = (start(&plan, &shape, random_params(1)), loader(&settings, &shape));
     let mut rss_after = |steps| {
         (0..steps).for_each(|_| _ = engine.step(1e-3, &mut loader).unwrap());

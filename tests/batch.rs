@@ -74,7 +74,7 @@ fn plan(shape: &ModelShape, (rows, seq_length, accum): (usize, usize, usize), se
     let sizes = format!("per-device-train-batch-size = {rows}\nseq-length = {seq_length}\ngradient-accumulation-steps = {accum}");
     let packing = if separates_documents { "bfd" } else { "wrapped" };
     let settings = settings(&format!("{COMMON}{sizes}\npacking = '{packing}'\n{lines}"));
-    Plan::new(&settings, shape, &Machine::cpu(2), false).unwrap()
+    Plan::new(&settings.request(shape), &Machine::cpu(2), false).unwrap()
 }
 
 fn engine(shape: &ModelShape, sizes: (usize, usize, usize), separates_documents: bool, lines: &str) -> Engine<CpuDevice> {

@@ -178,7 +178,7 @@ fn run(case: &Case, way: &Way) -> Run {
     let balance = if case.experts { "router-aux-loss-coef = 0.5" } else { "" };
     let plan = |weights: &str, early: &str| {
         let more = format!("weights = \"{weights}\"\nearly-rows = \"{early}\"");
-        Plan::new(&settings(&format!("{lines}\n{balance}\n{more}")), &shape, &Machine::cpu(2), false)
+        Plan::new(&settings(&format!("{lines}\n{balance}\n{more}")).request(&shape), &Machine::cpu(2), false)
     };
     let sharded = if way.sharded && ranks > 1 { plan("sharded", "off").ok() } else { None };
     let early = if way.early { plan("auto", "on").ok() } else { None };
@@ -367,7 +367,7 @@ fn rows_that_leave_early_change_no_bit() {
                  slots = {slots}\nresident-buckets = {resident}\nwithout = [{}]\nadversary = {seed}\nearly-rows = \"{early}\"",
                 without[seed as usize / 12]
             );
-            let plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, &Machine::cpu(2), true).unwrap();
+            let plan = Plan::new(&settings(&format!("{common}\n{lines}")).request(&shape), &Machine::cpu(2), true).unwrap();
             assert_eq!(early == "off", plan.placement.layout.early().is_empty(), "{plan}");
             let mut engine = start(&plan, &shape, random_params(seed));
             let mut batches = Rows(Noise::new(seed, VOCAB), VOCAB);
@@ -689,7 +689,7 @@ fn a_ring_of_gradients_changes_no_bit() {
     let run = |lines: &str, ring: bool| {
         let common = "dtype = \"float32\"\nseq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nmax-steps = 99\nseed = 5";
         let settings = settings(&format!("{common}\n{lines}"));
-        let mut plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
+        let mut plan = Plan::new(&settings.request(&shape), &Machine::cpu(2), false).unwrap();
         if ring {
             plan.placement.rings.grads = grad_ring(&plan, &table);
             assert!(
@@ -727,7 +727,7 @@ fn paged_states_change_no_bit() {
     let shape = tiny_llama(6, 32, 64, true);
     let run = |lines: &str, resident: Option<usize>| {
         let common = "seq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99\nseed = 5";
-        let mut plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, &Machine::cpu(2), false).unwrap();
+        let mut plan = Plan::new(&settings(&format!("{common}\n{lines}")).request(&shape), &Machine::cpu(2), false).unwrap();
         // The command line permits this on a GPU only. The plan is that of no-offload, with its states in managed memory.
         if let Some(resident) = resident {
             plan.placement.layout =
@@ -784,7 +784,7 @@ fn streamed_weights_change_no_bit_and_come_once_a_pass() {
             moments(seed),
         );
         let run = |lines: &str| {
-            let mut plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, &Machine::cpu(2), false).unwrap();
+            let mut plan = Plan::new(&settings(&format!("{common}\n{lines}")).request(&shape), &Machine::cpu(2), false).unwrap();
             if plan.placement.rings.weights.is_some() && accum == 1 {
                 plan.placement.rings.grads = grad_ring(&plan, &TensorTable::new(&shape));
             }

@@ -41,7 +41,7 @@ fn a_step_without_its_data_leaves_the_engine_as_it_was() {
                   learning-rate = 1e-2\nmax-steps = 99\nmax-grad-norm = 1.7\ninject = [{step = 2, element = 5, value = 'nan'}]";
     for (seed, strategy) in (0..).zip(["superoffload", "zero-offload", "no-offload", "superoffload", "zero-offload", "superoffload"]) {
         let settings = settings(&format!("{common}\nstrategy = '{strategy}'\nadversary = {seed}\ndevice = 'cpu'"));
-        let plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
+        let plan = Plan::new(&settings.request(&shape), &Machine::cpu(2), false).unwrap();
         // The digest of a run with this number of steps.
         let whole = |steps: usize| {
             let (mut engine, mut data) = (start(&plan, &shape, random_params(5)), Fragile { next: 0, broken: None });

@@ -72,7 +72,7 @@ fn a_start_from_a_checkpoint_takes_the_memory_that_the_plan_counts() {
     let (model, data) = (workspace.path("model"), workspace.path("data.txt"));
     let text = format!("model = {model:?}\ndata = {data:?}\n{SETTINGS}");
     workspace.write("run.toml", &text);
-    let plan = Plan::new(&settings(&text), &shape, &Machine::cpu(2), true).unwrap();
+    let plan = Plan::new(&settings(&text).request(&shape), &Machine::cpu(2), true).unwrap();
     let later =
         plan.forecast.memory.iter().filter(|class| TOUCHED_LATER.contains(&class.name)).map(|class| class.bytes as u64).sum::<u64>();
     let planned = plan.balances()[1].needed - later;

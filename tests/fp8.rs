@@ -23,7 +23,7 @@ fn uneven(spec: &TensorSpec) -> Vec<f32> {
 /// Digest and losses of a model with twelve layers.
 fn train(lines: &str) -> (String, Vec<u32>) {
     let shape = tiny_llama(12, 32, 64, true);
-    let plan = Plan::new(&settings(&format!("{COMMON}{lines}")), &shape, &Machine::cpu(2), false).unwrap();
+    let plan = Plan::new(&settings(&format!("{COMMON}{lines}")).request(&shape), &Machine::cpu(2), false).unwrap();
     let mut engine = start(&plan, &shape, uneven);
     let mut batches = Noise::new(3, 64);
     let losses = (0..STEPS).map(|_| engine.step(1e-2, &mut batches).unwrap().loss.to_bits()).collect();
@@ -48,7 +48,7 @@ fn neither_places_nor_policies_nor_strategies_change_a_bit() {
 #[test]
 fn scales_of_weights_are_those_of_each_step_and_evaluation() {
     let shape = tiny_llama(12, 32, 64, true);
-    let plan = |lines: &str| Plan::new(&settings(&format!("{COMMON}{FP8}{lines}")), &shape, &Machine::cpu(2), false).unwrap();
+    let plan = |lines: &str| Plan::new(&settings(&format!("{COMMON}{FP8}{lines}")).request(&shape), &Machine::cpu(2), false).unwrap();
     let plain = plan("strategy = \"no-offload\"\nthreads = 1\n");
     let found = |engine: &mut Engine<_>, at: u64| {
         let evaluated = engine.evaluate(&mut Noise::new(100 + at, 64)).unwrap().loss;
@@ -113,7 +113,7 @@ fn with_weights<'a>(name: &'a str, change: impl Fn(&mut [f32]) + 'a) -> impl Fn(
 /// The loss and verdict of a step with these weights.
 fn verdict(params: impl Fn(&TensorSpec) -> Vec<f32>) -> (f32, Verdict) {
     let shape = tiny_llama(2, 32, 64, true);
-    let plan = Plan::new(&settings(&format!("{COMMON}{FP8}")), &shape, &Machine::cpu(2), false).unwrap();
+    let plan = Plan::new(&settings(&format!("{COMMON}{FP8}")).request(&shape), &Machine::cpu(2), false).unwrap();
     let report = start(&plan, &shape, params).step(1e-2, &mut Noise::new(3, 64)).unwrap();
     (report.loss, report.verdict)
 }

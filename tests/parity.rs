@@ -89,9 +89,12 @@ impl Golden {
     }
 
     fn engine(&self, way: &str) -> Engine<CpuDevice> {
-        let mut plan =
-            Plan::new(&settings(&format!("{RECIPE}{}{}{way}", self.balance(), resident(way))), &self.shape, &Machine::cpu(2), false)
-                .unwrap();
+        let mut plan = Plan::new(
+            &settings(&format!("{RECIPE}{}{}{way}", self.balance(), resident(way))).request(&self.shape),
+            &Machine::cpu(2),
+            false,
+        )
+        .unwrap();
         // Tiles that do not divide the dimensions.
         plan.recipe.numerics.loss_tile = LossTile { rows: 20, vocab: 40 };
         let first = self.first_params();

@@ -16,7 +16,7 @@ use superoffload::{Plan, Result};
 
 /// Makes a plan for `machine`, allocates its memory and compares both.
 fn compare(toml: &str, shape: &ModelShape, machine: &Machine) -> Plan {
-    let plan = Plan::new(&settings(&format!("max-steps = 1\nthreads = 1\n{toml}")), shape, machine, false).unwrap();
+    let plan = Plan::new(&settings(&format!("max-steps = 1\nthreads = 1\n{toml}")).request(shape), machine, false).unwrap();
     let plan = plan.with_host_memory(MemoryPolicy::unbacked());
     let engine = cpu_engine(&plan, shape, &Topology::this_machine()).unwrap();
     planned::check(&engine, DeviceKind::Cpu).unwrap_or_else(|wrong| panic!("{toml}: {wrong}"));
@@ -102,7 +102,7 @@ impl UseEngine for Compared<'_> {
 
 /// The plan of several ranks, each of which allocates the planned memory.
 fn planned_as_taken(toml: &str, shape: &ModelShape, machine: &Machine) -> Plan {
-    let plan = Plan::new(&settings(toml), shape, machine, false).unwrap();
+    let plan = Plan::new(&settings(toml).request(shape), machine, false).unwrap();
     let plan = plan.with_host_memory(MemoryPolicy::unbacked());
     on_cpus(&plan, shape, &Topology::this_machine(), Compared(toml)).unwrap()
 }
@@ -150,7 +150,7 @@ fn every_memory_class_of_a_plan_for_several_gpus_matches_allocations() {
         let resident = if cfg!(feature = "repartition") { resident } else { "0" };
         let toml = format!("{common}gpus = 2\nweights = \"replicated\"\nresident-buckets = \"{resident}\"\ngradient-shares = {shares}\n");
         let settings = settings(&format!("{toml}gradient-accumulation-steps = {}\nactivations = \"keep\"\n", shares / 2));
-        let plan = |machine: &Machine| Plan::new(&settings, &shape, machine, false).unwrap();
+        let plan = |machine: &Machine| Plan::new(&settings.request(&shape), machine, false).unwrap();
         let bytes = plan(&machine).balances()[0].needed - (32 << 20);
         let device = DeviceMemory::Own { bytes, addressing: Addressing::Managed };
         let plan = plan(&Machine { device, ..machine.clone() }).with_host_memory(MemoryPolicy::unbacked());

@@ -192,7 +192,7 @@ fn no_rank_waits_for_a_lost_rank() {
         "gpus = 3\ndevice = 'cpu'\nseq-length = 8\nper-device-train-batch-size = 2\nmax-steps = 9\nbucket-mib = 0.046875\nthreads = 2";
     for (adversary, fault) in (0..6).flat_map(|seed| [(seed, Fault::Data), (seed, Fault::Panic)]) {
         let adversary = if adversary < 3 { String::new() } else { format!("\nadversary = {adversary}") };
-        let plan = Plan::new(&settings(&format!("{lines}{adversary}")), &shape, &Machine::cpu(2), false).unwrap();
+        let plan = Plan::new(&settings(&format!("{lines}{adversary}")).request(&shape), &Machine::cpu(2), false).unwrap();
         let start = Instant::now();
         let whole = std::panic::catch_unwind(|| on_cpus(&plan, &shape, &Topology::this_machine(), Faulty(fault)));
         assert!(start.elapsed() < Duration::from_secs(5), "{fault:?} took {:?}", start.elapsed());
@@ -248,7 +248,7 @@ fn ends_with(fault: &str, adversary: Option<usize>) -> Error {
          {}faults = [{fault}]{adversary}",
         resident("superoffload")
     ));
-    let plan = Plan::new(&plan, &shape, &Machine::cpu(3), false).unwrap();
+    let plan = Plan::new(&plan.request(&shape), &Machine::cpu(3), false).unwrap();
     assert!(plan.placement.layout.offloaded() > 0);
     let start = Instant::now();
     let error = on_cpus(&plan, &shape, &Topology::this_machine(), EveryPhase).expect_err(fault);

@@ -101,7 +101,7 @@ impl Case {
 
     fn plan_on(&self, ranks: usize, lines: &str) -> Result<Plan> {
         let devices = format!("gpus = {ranks}\ngradient-accumulation-steps = {}", self.micro_batches / ranks);
-        Plan::new(&settings(&format!("{}\n{devices}\n{lines}", self.lines)), &self.shape, &Machine::cpu(2), false)
+        Plan::new(&settings(&format!("{}\n{devices}\n{lines}", self.lines)).request(&self.shape), &Machine::cpu(2), false)
     }
 
     /// Runs the case with `plan` first. Before each step `next` may replace the plan.

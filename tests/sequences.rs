@@ -117,7 +117,7 @@ fn steps_of(shape: &ModelShape, seed: u64, lines: &str, change: impl FnOnce(&mut
         "device = 'cpu'\nseq-length = {LENGTH}\nper-device-train-batch-size = {ROWS}\nmax-steps = 9\nbucket-mib = 0.125\n\
          weight-decay = 0.1\n{lines}"
     );
-    let mut plan = Plan::new(&settings(&text), shape, &Machine::cpu(2), false).unwrap_or_else(|error| panic!("{error}: {lines}"));
+    let mut plan = Plan::new(&settings(&text).request(shape), &Machine::cpu(2), false).unwrap_or_else(|error| panic!("{error}: {lines}"));
     plan.recipe.rows.packing = if seed % 2 == 1 { Packing::Bfd } else { Packing::Wrapped };
     if seed.is_multiple_of(3) {
         // Tiles that do not divide the dimensions.

@@ -64,7 +64,7 @@ pub fn grad_ring(plan: &Plan, table: &TensorTable) -> Option<RingShape> {
 
 /// An engine with random weights, ready to step.
 pub fn engine(settings: &Settings, shape: &ModelShape) -> Engine<CpuDevice> {
-    let plan = Plan::new(settings, shape, &Machine::cpu(2), false).unwrap();
+    let plan = Plan::new(&settings.request(shape), &Machine::cpu(2), false).unwrap();
     start(&plan, shape, random_params(settings.seed))
 }
 

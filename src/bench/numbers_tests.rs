@@ -87,8 +87,8 @@ fn judge(message: &[String]) {
     let shape = ModelShape::parse(DEMO_CONFIG, Path::new("demo")).unwrap();
     if let Ok(settings) = Settings::resolve(train) {
         settings.schedule().warmup(u64::MAX);
-        let plan = settings.on_gpus(2).and_then(|settings| Plan::new(&settings, &shape, &Machine::cpu(4), false));
-        drop(plan.and_then(|plan| plan.check_fits(&settings, &shape)));
+        let request = settings.on_gpus(2).map(|settings| settings.request(&shape));
+        drop(request.and_then(|request| Plan::new(&request, &Machine::cpu(4), false)?.check_fits(&request)));
     }
     let is_short = options.warmup.saturating_add(options.steps) <= STEPS_MAX;
     let Ok(simulation) = Simulation::new(options, Profile::load("h200-x2").unwrap()) else { return };

@@ -1,10 +1,10 @@
 //! Flags of `bench step`: the flags of `train` that affect a step, and flags of the measurement.
 
-use crate::config::checks::require;
-use crate::config::describe::flag_name;
 use crate::config::settings::TrainOptions;
 use crate::data::rows::row_table::Packing;
+use crate::describe::flag_name;
 use crate::error::{Error, Result};
+use crate::request::check::require;
 use crate::simulate::clip::Clip;
 use crate::simulate::random_tokens::LengthRange;
 use clap::Arg;

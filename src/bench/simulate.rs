@@ -103,7 +103,8 @@ impl Simulation {
     /// `Resource` that names the shortage when the plan does not fit the machine; `Io` when the timeline cannot be written.
     pub(crate) fn run(&self) -> Result<SimulatedRecord> {
         let trace = self.settings.trace.as_deref().map(TraceFile::open).transpose()?;
-        let plan = best_plan(&self.settings, &self.shape, &Machine::of_run(&self.profile, &self.settings)?, false)?.for_another_machine();
+        let plan = best_plan(&self.settings.request(&self.shape), &Machine::of_run(&self.profile, &self.settings.cut())?, false)?
+            .for_another_machine();
         let (outcome, tracks, window_ns) = simulate(&plan, &self.shape, &self.profile.name, self.steps, TRACE_SPANS)?;
         trace.map(|trace| trace.write(&tracks)).transpose()?;
         Ok(SimulatedRecord {
@@ -115,7 +116,7 @@ impl Simulation {
             clip: self.steps.clip,
             warmup: self.steps.warmup,
             steps: self.steps.timed,
-            settings: plan.settle(&self.settings),
+            settings: self.settings.settled(plan.split()),
             plan: PlanFacts::new(&plan),
             device_planned_bytes: plan.bytes_at(MemorySpace::Device),
             host_planned_bytes: plan.bytes_at(MemorySpace::Host),

@@ -112,7 +112,7 @@ impl StepBench {
             log(&format_args!("rates: {rates_from}"));
         }
         let plan = launch.plan(&settings, &self.shape, settings.trace.is_some())?;
-        let settings = plan.settle(&settings);
+        let settings = settings.settled(plan.split());
         log(&plan);
         let matmul_flops = chosen.gpus.first().map(|gpu| matmul_ceiling(&plan, gpu.index)).transpose()?;
         let user = Measurement { bench: self, launch: &launch, settings: &settings, plan: &plan, matmul_flops, log };
@@ -247,10 +247,11 @@ fn memory_peaks(plan: &Plan, available_before: Option<u64>) -> MemoryPeaks {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::options::{ActivationsChoice, DeviceChoice, GpuCount, TrainDtype};
+    use crate::config::options::{DeviceChoice, GpuCount, TrainDtype};
     use crate::config::settings::TrainOptions;
     use crate::data::rows::batch::{Batch, Batches, arrays};
     use crate::model::shape::DEMO_CONFIG;
+    use crate::request::choices::ActivationsChoice;
 
     /// Runs a small benchmark with these flags and returns its JSON line.
     fn line(clip: &str, train: TrainOptions) -> serde_json::Value {

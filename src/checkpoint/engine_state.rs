@@ -93,7 +93,6 @@ mod tests {
     use super::*;
     use crate::checkpoint::digest::digest_checkpoint;
     use crate::checkpoint::{self, SavedLossScale, Scheduler, TrainerState, Writer};
-    use crate::config::options::ResidentBuckets;
     use crate::config::settings::Settings;
     use crate::device::cpu::CpuDevice;
     use crate::disk::Dir;
@@ -103,6 +102,7 @@ mod tests {
     use crate::optim::moments::Moments;
     use crate::planner::machine::Machine;
     use crate::planner::plan::Plan;
+    use crate::request::choices::ResidentBuckets;
     use serde_json::Value;
     use std::path::{Path, PathBuf};
 
@@ -113,7 +113,7 @@ mod tests {
         let resident = if cfg!(feature = "repartition") { 2 } else { 0 };
         let settings =
             Settings { moments, resident_buckets: ResidentBuckets::Count(resident), seq_length: 16, threads: Some(1), ..Settings::demo() };
-        let plan = Plan::new(&settings, &shape, &Machine::cpu(1), false).unwrap();
+        let plan = Plan::new(&settings.request(&shape), &Machine::cpu(1), false).unwrap();
         assert!(plan.placement.layout.offloaded() > 0 && plan.placement.layout.count() - plan.placement.layout.offloaded() == resident);
         cpu_engine(&plan, &shape, &Topology::this_machine()).unwrap()
     }

@@ -1,20 +1,18 @@
 //! Checks of settings before any file is read.
 
-use super::describe;
-use super::options::{
-    AttentionChoice, DeviceChoice, EvalStrategy, ExpertProductsChoice, HostMemoryKind, InitChoice, ReplanChoice, Resume, Rollback,
-    Strategy, Technique, TrainDtype, Transport, WeightsChoice,
-};
+use super::options::{DeviceChoice, EvalStrategy, InitChoice, ReplanChoice, Resume, Rollback, TrainDtype};
 use super::settings::Settings;
+use crate::describe;
 use crate::device::PARTS_MAX;
 use crate::error::{Error, Result};
 use crate::host::resctrl_group::ResctrlGroup;
 use crate::optim::moments::Moments;
 use crate::optim::schedule::TrainLength;
 use crate::ranks::RANKS_MAX;
+use crate::request::check::require;
+use crate::request::choices::{HostMemoryKind, Strategy, Technique, Transport, WeightsChoice};
+use crate::request::cut::MICRO_BATCH_TOKENS_MAX;
 use crate::signals::StopSignal;
-use crate::units::{Bytes, compact};
-use std::fmt::Display;
 use std::path::Path;
 
 /// Largest learning rate. A step of AdamW moves every parameter by about the learning rate, and parameters are of order 1: a larger rate
@@ -31,8 +29,6 @@ const BUCKET_MIB_MAX: f64 = 1_048_576.0;
 const THREADS_MAX: usize = 4096;
 /// Largest number of staging slots, above the needs of any model.
 const SLOTS_MAX: usize = 4096;
-/// Kernels index tokens with 32 bits.
-pub(super) const MICRO_BATCH_TOKENS_MAX: usize = i32::MAX as usize;
 /// Largest number of tokens per optimizer step, far above the batch size of any training run.
 pub(crate) const STEP_TOKENS_MAX: usize = 1 << 40;
 
@@ -87,7 +83,7 @@ impl Settings {
             ("sequence-ranks", self.sequence_ranks as u64),
             ("per-device-train-batch-size", self.per_device_train_batch_size as u64),
             ("gradient-accumulation-steps", self.gradient_accumulation_steps.unwrap_or(1) as u64),
-            ("gradient-shares", self.partial_sums() as u64),
+            ("gradient-shares", self.cut().partial_sums() as u64),
             ("gradient-group", self.gradient_group.unwrap_or(1) as u64),
             ("seq-length", self.seq_length as u64),
             ("logging-steps", self.logging_steps),
@@ -108,13 +104,13 @@ impl Settings {
         let tokens = self.tokens_per_step.unwrap_or(1);
         require((1..=STEP_TOKENS_MAX).contains(&tokens), "tokens-per-step", tokens, format!("must be from 1 to {STEP_TOKENS_MAX}"))?;
         if !self.all_gpus {
-            self.check_sequence_ranks()?;
+            self.cut().check_sequence_ranks(self.router_aux_loss_coef)?;
         }
         // The number of GPUs is not known yet.
         if self.all_gpus && self.tokens_per_step.is_some() {
             return Ok(());
         }
-        self.splits()?.iter().try_for_each(Self::check_batch)
+        self.cut().splits(self.split())?.into_iter().try_for_each(|split| self.settled(split).check_batch())
     }
 
     /// Checks the sizes of micro-batches and steps.
@@ -167,13 +163,13 @@ impl Settings {
         if self.all_gpus {
             return Ok(());
         }
-        let (partial_sums, micro_batches) = (self.partial_sums(), self.micro_batches());
+        let (partial_sums, micro_batches) = (self.cut().partial_sums(), self.micro_batches());
         let parts = micro_batches.saturating_mul(self.sequence_ranks);
         let of_parts = if self.sequence_ranks > 1 { format!(" times --sequence-ranks {}", self.sequence_ranks) } else { String::new() };
         let rule = format!("must divide the {micro_batches} micro-batches of a step (--gradient-accumulation-steps){of_parts}");
-        let (ranks, all) = (self.ranks(), self.ranks_in_words());
+        let (ranks, all) = (self.cut().ranks(), self.cut().ranks_in_words());
         // Number of parts that a rank adds at once: first within its group, then across groups.
-        let parts_of_sum = if self.group() == self.gpus { self.gpus.max(self.processes) } else { ranks };
+        let parts_of_sum = if self.cut().group() == self.gpus { self.gpus.max(self.processes) } else { ranks };
         if ranks > RANKS_MAX || parts_of_sum > PARTS_MAX {
             let in_groups = format!(", or {RANKS_MAX} with --gradient-group {}", self.gpus);
             let more = if (2..=PARTS_MAX).contains(&self.gpus) && self.processes > 1 { in_groups } else { String::new() };
@@ -192,36 +188,6 @@ impl Settings {
             format!("share = {last_faulty_sum}"),
             format!("must be below --gradient-shares {partial_sums}"),
         )
-    }
-
-    /// Checks the number of ranks that share sequences, without the model's number of heads.
-    ///
-    /// # Errors
-    /// `Usage` that names the flag, its value and the allowed values.
-    pub(crate) fn check_sequence_ranks(&self) -> Result<()> {
-        let (degree, all) = (self.sequence_ranks, self.ranks_in_words());
-        let is_within = self.processes == 1 || self.gpus.is_multiple_of(degree);
-        require(
-            is_within,
-            "sequence-ranks",
-            degree,
-            format!("must divide --gpus {}: only GPUs of one process share sequences", self.gpus),
-        )?;
-        require(self.ranks().is_multiple_of(degree), "sequence-ranks", degree, format!("must divide {all}"))?;
-        let length = self.seq_length;
-        require(length.is_multiple_of(degree), "sequence-ranks", degree, format!("must divide --seq-length {length}"))?;
-        let coefficient = self.router_aux_loss_coef;
-        let rule = "must be 0 with --sequence-ranks: each rank only knows the experts of its own tokens";
-        require(degree == 1 || coefficient == 0.0, "router-aux-loss-coef", coefficient, rule)
-    }
-
-    /// The number of devices that train together, in terms of flags.
-    pub(crate) fn ranks_in_words(&self) -> String {
-        match (self.gpus, self.processes) {
-            (gpus, 1) => format!("--gpus {gpus}"),
-            (1, processes) => format!("--processes {processes}"),
-            (gpus, processes) => format!("--processes {processes} times --gpus {gpus}"),
-        }
     }
 
     /// Checks the flags of runs with several processes: required flags are set and unsupported flags are not.
@@ -273,7 +239,7 @@ impl Settings {
         let on_cpu = self.adversary.is_none() || self.device == DeviceChoice::Cpu;
         require(on_cpu, "adversary", self.adversary.unwrap_or_default(), "needs --device cpu")?;
         if self.device == DeviceChoice::Cpu {
-            self.check_needs_no_gpu()?;
+            self.site().check_needs_no_gpu(self.kernels())?;
         }
         let named = matches!(self.resctrl_group, ResctrlGroup::Named(_));
         let mpam = cfg!(feature = "mpam") && !self.without.contains(&Technique::Mpam);
@@ -285,19 +251,6 @@ impl Settings {
             require(injection.step >= 1, "inject", injection.step, "must be at least 1: steps are counted from 1")?;
         }
         Ok(())
-    }
-
-    /// Refuses settings that need a GPU. Called once the run is known to have no GPU.
-    ///
-    /// # Errors
-    /// `Usage` that names flag and value.
-    pub(crate) fn check_needs_no_gpu(&self) -> Result<()> {
-        let rule = "needs --device cuda";
-        require(!self.all_gpus, "gpus", "all", "must be a number if CPUs are used instead of GPUs")?;
-        require(self.memory == HostMemoryKind::Pinned, "memory", "unified", rule)?;
-        require(self.attention != AttentionChoice::Cudnn, "attention", "cudnn", rule)?;
-        require(self.expert_products != ExpertProductsChoice::Cublaslt, "expert-products", "cublaslt", rule)?;
-        require(self.hbm_limit.is_none(), "hbm-limit", self.hbm_limit.unwrap_or(Bytes(0)), rule)
     }
 
     fn check_numbers(&self) -> Result<()> {
@@ -343,11 +296,6 @@ impl Settings {
 fn check_path(flag: &str, path: &Path) -> Result<()> {
     require(!path.as_os_str().is_empty(), flag, "\"\"", "must not be empty")?;
     require(path.to_str().is_some(), flag, path.display(), "must be a path in UTF-8")
-}
-
-/// Checks that `flag` has a valid value. `rule` completes the message: `must be at least 1`, `needs --device cuda`.
-pub(crate) fn require(holds: bool, flag: &str, value: impl Display, rule: impl Display) -> Result<()> {
-    if holds { Ok(()) } else { Err(Error::usage(format!("--{flag} {}: {rule}", compact(value)))) }
 }
 
 /// Like [`require`], with numbers in their shortest form: 1e300 rather than 301 digits.

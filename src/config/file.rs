@@ -125,10 +125,10 @@ const SLIPS_MAX: usize = 2;
 mod tests {
     use super::*;
     use crate::config::document::Syntax;
-    use crate::config::options::Technique;
     use crate::config::settings::tests::{command_line, flags, sample, sample_options};
     use crate::error::Error;
     use crate::faults::Injection;
+    use crate::request::choices::Technique;
     use proptest::prelude::*;
 
     fn parse_as(text: &str, syntax: Syntax) -> std::result::Result<TrainOptions, String> {

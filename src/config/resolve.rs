@@ -1,12 +1,12 @@
 //! Resolves options to settings: fills in defaults and checks every value.
 
-use super::checks::require;
 use super::options::{GpuCount, InitChoice};
 use super::settings::{Settings, TrainOptions};
 use crate::error::{Error, Result};
 use crate::hub::is_model_name;
 use crate::model_dir::expect_exists;
 use crate::optim::schedule::{LrScheduler, TrainLength};
+use crate::request::check::require;
 
 impl TrainOptions {
     /// Flags of the demo run, which trains the built-in model on the shipped text.
@@ -99,44 +99,18 @@ impl Settings {
         self.stop_signals.dedup();
         self
     }
-
-    /// Devices that train together, in all processes.
-    pub(crate) fn ranks(&self) -> usize {
-        self.gpus.saturating_mul(self.processes)
-    }
-
-    /// Partial sums of the gradient of a step. Gradients of a partial sum's micro-batches are accumulated in --dtype, and the partial sums
-    /// are summed in float32. Ranks that share sequences have a partial sum each: their parts of the same micro-batches.
-    pub(crate) fn partial_sums(&self) -> usize {
-        self.gradient_shares.unwrap_or(self.ranks())
-    }
-
-    /// Number of consecutive shares with a sum that is rounded to --dtype before all sums are added. It is 1 without such groups, and when
-    /// one group would hold all partial sums.
-    pub(crate) fn group(&self) -> usize {
-        self.gradient_group.filter(|group| *group < self.partial_sums()).unwrap_or(1)
-    }
-
-    /// Groups of ranks that share sequences. Each group computes different micro-batches.
-    pub(crate) fn groups(&self) -> usize {
-        self.ranks() / self.sequence_ranks.max(1)
-    }
-
-    /// Micro-batches of a step, on all GPUs together.
-    pub(crate) fn micro_batches(&self) -> usize {
-        let one_each = self.partial_sums() / self.sequence_ranks.max(1);
-        self.gradient_accumulation_steps.map_or(one_each, |steps| steps.saturating_mul(self.groups()))
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::describe;
-    use crate::config::options::{Resume, Technique};
+    use crate::config::options::Resume;
     use crate::config::settings::KEYS;
     use crate::config::settings::tests::{command_line, flags, sample, sample_options};
+    use crate::describe;
     use crate::faults::Injection;
+    use crate::request::choices::Technique;
+    use serde_json::{Map, Value};
     use std::path::PathBuf;
 
     fn resolve(args: &[&str]) -> Result<Settings> {
@@ -146,6 +120,13 @@ mod tests {
     /// Settings of a run that is not the demo.
     fn base() -> Settings {
         resolve(&["--data", "corpus.txt"]).unwrap()
+    }
+
+    /// Settings that differ from those of `other`, with their values.
+    fn unlike(settings: &Settings, other: &Settings) -> Map<String, Value> {
+        let [mut settings, other] = [settings, other].map(|settings| serde_json::to_value(settings).unwrap().as_object().unwrap().clone());
+        settings.retain(|name, value| other.get(name) != Some(value));
+        settings
     }
 
     /// Everything derived from the table must agree: the flag, the key of the file, the merge, the field, its JSON, and the flag again.
@@ -162,9 +143,9 @@ mod tests {
                     continue;
                 }
             };
-            let changed = settings.unlike(&base());
+            let changed = unlike(&settings, &base());
             assert!(!changed.is_empty(), "--{name}");
-            assert!(changed.iter().all(|(key, _)| KEYS.iter().any(|known| known.name == *key)), "{changed:?}");
+            assert!(changed.keys().all(|key| KEYS.iter().any(|known| known.name == key)), "{changed:?}");
             let again: Vec<_> = changed.iter().map(|(key, value)| describe::flag(key, value).replacen(' ', "=", 1)).collect();
             let again = command_line(&again.iter().map(String::as_str).collect::<Vec<_>>()).unwrap();
             assert_eq!(Settings::resolve_over(base(), again).unwrap(), settings, "--{name}");
@@ -246,7 +227,7 @@ mod tests {
         assert!(all.all_gpus);
         let counted = all.on_gpus(4).unwrap();
         assert_eq!(counted, resolve(&["--gpus=4"]).unwrap(), "in checkpoints and records a number");
-        assert_eq!((counted.partial_sums(), counted.micro_batches()), (4, 4));
+        assert_eq!((counted.cut().partial_sums(), counted.micro_batches()), (4, 4));
         assert_eq!(resolve(&["--gpus=2"]).unwrap().on_gpus(4).unwrap().gpus, 2);
         let partial_sums = resolve(&["--gpus=all", "--gradient-shares=3", "--gradient-accumulation-steps=3"]).unwrap();
         assert!(partial_sums.on_gpus(2).unwrap_err().to_string().contains("a multiple of --gpus 2"));

@@ -7,17 +7,16 @@
 //! flag or line of the file. Groups exist only in the table: [`Settings`] stays flat, as checkpoints and files are, so that
 //! `Settings { seq_length, ..other }` works.
 
-use super::describe;
 use super::options::{
-    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, EarlyRows, EvalStrategy, ExpertProductsChoice, GpuCount, HostMemoryKind,
-    InitChoice, IsaChoice, MatmulDtype, ReplanChoice, ReportTo, ResidentBuckets, Resume, Rollback, Strategy, Technique, TokenizerChoice,
-    TrainDtype, Transport, WeightsChoice, one_or_many, some_json, some_scalar,
+    DeviceChoice, EvalStrategy, GpuCount, InitChoice, MatmulDtype, ReplanChoice, ReportTo, Resume, Rollback, TokenizerChoice, TrainDtype,
+    one_or_many, some_json, some_scalar,
 };
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::DataFormat;
 use crate::data::rows::hold_out::EvalSplit;
 use crate::data::rows::row_table::{Overlong, Packing};
 use crate::data::tokenizer::AddBos;
+use crate::describe;
 use crate::faults::{Injection, RankFault};
 use crate::hardware::selected_profile;
 use crate::host::memory_policy::HugePagesChoice;
@@ -26,10 +25,13 @@ use crate::model::activations::LossTile;
 use crate::optim::moments::Moments;
 use crate::optim::schedule::{LrScheduler, TrainLength};
 use crate::recipe::part::RunPart;
+use crate::request::choices::{
+    ActivationsChoice, AttentionChoice, CastSide, EarlyRows, ExpertProductsChoice, HostMemoryKind, IsaChoice, ResidentBuckets, Strategy,
+    Technique, Transport, WeightsChoice,
+};
 use crate::signals::StopSignal;
 use crate::units::Bytes;
 use clap::builder::{PathBufValueParser, StringValueParser, TypedValueParser};
-use serde_json::Value;
 use std::fmt::Display;
 use std::path::PathBuf;
 
@@ -60,6 +62,22 @@ impl OnResume {
     pub(crate) fn keys(self) -> Vec<&'static str> {
         KEYS.iter().filter(|key| key.on_resume == self).map(|key| key.name).collect()
     }
+}
+
+/// The part that a setting feeds. A test compares this column of the table with [`Settings::request`].
+#[cfg(test)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Feeds {
+    /// The recipe.
+    Recipe,
+    /// The choices of placement that a search may vary.
+    Wanted,
+    /// The machine and the processes.
+    Site,
+    /// Data, tokens and initial weights, which are compared by their contents.
+    Inputs,
+    /// Logging, saving, evaluating and resuming.
+    Run,
 }
 
 /// The text for clap: the sentence `help` and the default.
@@ -96,23 +114,23 @@ macro_rules! default_text {
 /// The table of settings. An entry is `/// Help.`, attributes for clap and serde, and
 ///
 /// ```text
-/// name: Type [= default] [=> "the default in words"], OnResume [, unless "is_..."];
+/// name: Type [= default] [=> "the default in words"], OnResume, Feeds [, unless "is_..."];
 /// ```
 ///
 /// Without a default the setting is an `Option`. `unless` keeps a value out of the JSON. `flags` are several flags that make one setting.
 /// Settings in `file` have no flag.
 macro_rules! settings {
     ($($group:ident {
-        $(flags $whole:ident: $whole_kind:ty = $whole_default:expr, $whole_resume:ident {
+        $(flags $whole:ident: $whole_kind:ty = $whole_default:expr, $whole_resume:ident, $whole_feeds:ident {
             $(#[doc = $part_help:literal] $(#[$part_attr:meta])* $part:ident: $part_kind:ty => $part_words:literal;)*
         })?
         $(
             #[doc = $help:literal]
             $(#[$attr:meta])*
-            $name:ident: $kind:ty $(= $default:expr)? $(=> $words:literal)?, $resume:ident $(, unless $skip:literal)?;
+            $name:ident: $kind:ty $(= $default:expr)? $(=> $words:literal)?, $resume:ident, $feeds:ident $(, unless $skip:literal)?;
         )*
         $(file {
-            $(#[doc = $file_help:literal] $file:ident: $file_kind:ty = $file_default:expr, $file_resume:ident;)*
+            $(#[doc = $file_help:literal] $file:ident: $file_kind:ty = $file_default:expr, $file_resume:ident, $file_feeds:ident;)*
         })?
     })*) => {
         /// Options of `train` as given. `None` means not set.
@@ -244,18 +262,6 @@ macro_rules! settings {
                     $($(if let Some(given) = options.$file { self.$file = given })*)?
                 )*
             }
-
-            /// Settings that differ from those of `other`, with their values here.
-            pub(crate) fn unlike(&self, other: &Self) -> Vec<(&'static str, Value)> {
-                let mut unlike = Vec::new();
-                let mut compare = |name, is_same: bool, value: &dyn Fn() -> Value| if !is_same { unlike.push((name, value())) };
-                $(
-                    $(compare(stringify!($whole), self.$whole == other.$whole, &|| describe::value(&self.$whole));)?
-                    $(compare(stringify!($name), self.$name == other.$name, &|| describe::value(&self.$name));)*
-                    $($(compare(stringify!($file), self.$file == other.$file, &|| describe::value(&self.$file));)*)?
-                )*
-                unlike
-            }
         }
 
         impl Settings {
@@ -272,6 +278,14 @@ macro_rules! settings {
             $($(SettingKey { name: stringify!($file), on_resume: OnResume::$file_resume },)*)?
         )*];
 
+        /// The part that each setting feeds.
+        #[cfg(test)]
+        pub(super) const FEEDS: &[(&str, Feeds)] = &[$(
+            $((stringify!($whole), Feeds::$whole_feeds),)?
+            $((stringify!($name), Feeds::$feeds),)*
+            $($((stringify!($file), Feeds::$file_feeds),)*)?
+        )*];
+
         /// Keys that exist only in the file.
         pub(super) const FILE_ONLY: &[&str] = &[$($($(stringify!($file),)*)?)*];
     };
@@ -281,64 +295,64 @@ settings! {
     Model {
         /// Hugging Face directory, or a name on the hub: org/model(@revision).
         #[arg(value_name = "DIR|NAME")]
-        model: PathBuf => "a small built-in model", Free;
+        model: PathBuf => "a small built-in model", Free, Inputs;
         /// Source of the initial weights.
-        init: InitChoice = InitChoice::Random => "checkpoint with --model, else random", Free;
+        init: InitChoice = InitChoice::Random => "checkpoint with --model, else random", Free, Inputs;
     }
 
     Data {
         /// Files, directories, patterns, or hub names: org/data.
         #[arg(num_args = 1.., value_name = "PATH|NAME")]
         #[serde(deserialize_with = "one_or_many")]
-        data: Vec<PathBuf> = Vec::new() => "the built-in text", Free;
+        data: Vec<PathBuf> = Vec::new() => "the built-in text", Free, Inputs;
         /// Evaluation data: files, directories, patterns or hub names.
         #[arg(num_args = 1.., value_name = "PATH|NAME")]
         #[serde(deserialize_with = "one_or_many")]
-        eval_data: Vec<PathBuf> = Vec::new() => "none", Free;
+        eval_data: Vec<PathBuf> = Vec::new() => "none", Free, Inputs;
         /// Fraction or number of the data's documents to hold out for evaluation.
         #[arg(value_name = "SHARE|N")]
         #[serde(deserialize_with = "some_scalar")]
-        eval_split: EvalSplit => "none", Order;
+        eval_split: EvalSplit => "none", Order, Recipe;
         /// Tokenizer: the model's tokenizer.json, or bytes.
-        tokenizer: TokenizerChoice = TokenizerChoice::Auto, Tokens;
+        tokenizer: TokenizerChoice = TokenizerChoice::Auto, Tokens, Inputs;
         /// The token between documents, as text or id.
         #[arg(value_name = "TOKEN")]
         #[serde(deserialize_with = "some_scalar")]
-        eos_token: String => "from the model's files", Tokens;
+        eos_token: String => "from the model's files", Tokens, Inputs;
         /// Begin each document with the begin-of-text token; auto follows the tokenizer.
-        add_bos: AddBos = AddBos::Auto, Tokens;
+        add_bos: AddBos = AddBos::Auto, Tokens, Inputs;
         /// Meaning of the columns of records; auto goes by their names.
-        data_format: DataFormat = DataFormat::Auto, Tokens;
+        data_format: DataFormat = DataFormat::Auto, Tokens, Inputs;
         /// Column names of the data, as OURS=THEIRS, separated by commas.
         #[arg(value_name = "OURS=THEIRS", value_delimiter = ',')]
         #[serde(deserialize_with = "one_or_many")]
-        columns: Vec<String> = Vec::new() => "none", Tokens;
+        columns: Vec<String> = Vec::new() => "none", Tokens, Inputs;
         /// Trained part of a record; auto: whole texts, completions, answers of chats.
-        train_on: TrainOn = TrainOn::Auto, Tokens;
+        train_on: TrainOn = TrainOn::Auto, Tokens, Inputs;
         /// Chat template to use, a Jinja file.
         #[arg(value_name = "FILE")]
-        chat_template: PathBuf => "the model's", Free;
+        chat_template: PathBuf => "the model's", Free, Inputs;
         /// Packing of rows: one stream of text, whole documents, or one document each.
-        packing: Packing = Packing::Auto, Order;
+        packing: Packing = Packing::Auto, Order, Recipe;
         /// Handling of documents longer than a row; auto splits text, truncates records.
-        overlong: Overlong = Overlong::Auto, Order, unless "is_auto";
+        overlong: Overlong = Overlong::Auto, Order, Recipe, unless "is_auto";
         /// Name of the chat template, if the model has several.
         #[arg(value_name = "NAME")]
-        chat_template_name: String => "the template named default", Tokens;
+        chat_template_name: String => "the template named default", Tokens, Inputs;
         /// Variables of chat templates, as JSON: {"enable_thinking": false}.
         #[arg(value_name = "JSON")]
         #[serde(deserialize_with = "some_json")]
-        chat_template_kwargs: String => "none", Tokens;
+        chat_template_kwargs: String => "none", Tokens, Inputs;
         /// Date that chat templates receive.
         #[arg(value_name = "YYYY-MM-DD")]
-        chat_date: String => "today, or the checkpoint's", Tokens;
+        chat_date: String => "today, or the checkpoint's", Tokens, Inputs;
         /// Output directory for checkpoints and metrics.
         #[arg(value_name = "DIR")]
-        output_dir: PathBuf = "runs/train".into(), Free;
+        output_dir: PathBuf = "runs/train".into(), Free, Run;
     }
 
     Method {
-        flags gpus: usize = 1, Free {
+        flags gpus: usize = 1, Free, Site {
             /// GPUs that train together, in each process.
             #[arg(value_name = "N|all")]
             #[serde(deserialize_with = "some_scalar")]
@@ -347,43 +361,43 @@ settings! {
 
         /// Sequence-parallel degree (Ulysses): GPUs that share each sequence.
         #[arg(value_name = "N")]
-        sequence_ranks: usize = 1, Free, unless "is_one";
+        sequence_ranks: usize = 1, Free, Recipe, unless "is_one";
         /// Device for the forward and backward passes.
-        device: DeviceChoice = DeviceChoice::Auto, Free;
+        device: DeviceChoice = DeviceChoice::Auto, Free, Site;
         /// Set of offloading techniques.
-        strategy: Strategy = Strategy::Superoffload, Free;
+        strategy: Strategy = Strategy::Superoffload, Free, Wanted;
         /// Method to undo a failed speculation.
-        rollback: Rollback = Rollback::Deferred, Logged;
+        rollback: Rollback = Rollback::Deferred, Logged, Recipe;
         /// Format of weights and gradients on the device.
-        dtype: TrainDtype = TrainDtype::Bfloat16, Logged;
+        dtype: TrainDtype = TrainDtype::Bfloat16, Logged, Recipe;
         /// Format of layers' matrix products; fp8 is faster and coarser.
-        matmul_dtype: MatmulDtype => "that of --dtype", Free;
+        matmul_dtype: MatmulDtype => "that of --dtype", Free, Recipe;
         /// Format of AdamW's moments between steps.
-        moments: Moments = Moments::Float32, Free;
+        moments: Moments = Moments::Float32, Free, Recipe;
     }
 
     Processes {
         /// Processes that train together.
         #[arg(value_name = "N")]
-        processes: usize = 1 => "the launcher's, else 1", Free, unless "is_one";
+        processes: usize = 1 => "the launcher's, else 1", Free, Site, unless "is_one";
         /// Number of this process, from 0.
         #[arg(value_name = "N")]
-        process: usize = 0 => "the launcher's, else 0", Free, unless "is_first";
+        process: usize = 0 => "the launcher's, else 0", Free, Site, unless "is_first";
         /// Host and port of process 0, to which the other processes connect.
         #[arg(value_name = "HOST:PORT")]
-        rendezvous: String => "the launcher's", Free, unless "Option::is_none";
+        rendezvous: String => "the launcher's", Free, Site, unless "Option::is_none";
         /// Seconds that a process waits for the other processes at the start.
         #[arg(value_name = "SECONDS")]
-        rendezvous_limit: u64 = 600, Free;
+        rendezvous_limit: u64 = 600, Free, Site;
         /// File with the secret of a run's processes.
         #[arg(value_name = "FILE")]
-        run_token_file: PathBuf => "the variable SUPEROFFLOAD_RUN_TOKEN", Free, unless "Option::is_none";
+        run_token_file: PathBuf => "the variable SUPEROFFLOAD_RUN_TOKEN", Free, Site, unless "Option::is_none";
         /// Transport of gradients and weights between processes.
-        transport: Transport = Transport::Auto, Free, unless "is_open";
+        transport: Transport = Transport::Auto, Free, Site, unless "is_open";
     }
 
     Schedule {
-        flags train_length: TrainLength = TrainLength::Epochs(3.0), Logged {
+        flags train_length: TrainLength = TrainLength::Epochs(3.0), Logged, Recipe {
             /// Optimizer steps; wins over --num-train-epochs.
             #[arg(value_name = "N")]
             max_steps: u64 => "none";
@@ -394,196 +408,196 @@ settings! {
 
         /// Sequences of a micro-batch.
         #[arg(value_name = "N")]
-        per_device_train_batch_size: usize = 8, Logged;
+        per_device_train_batch_size: usize = 8, Logged, Wanted;
         /// Tokens of an optimizer step, which the plan cuts into micro-batches.
         #[arg(value_name = "N")]
-        tokens_per_step: usize => "none", Free;
+        tokens_per_step: usize => "none", Free, Recipe;
         /// Micro-batches of an optimizer step on each GPU.
         #[arg(value_name = "N")]
-        gradient_accumulation_steps: usize => "one for each gradient share", Free;
+        gradient_accumulation_steps: usize => "one for each gradient share", Free, Wanted;
         /// Partial gradient sums of a step, added in float32.
         #[arg(value_name = "N")]
-        gradient_shares: usize => "the GPUs, or the checkpoint's", Free;
+        gradient_shares: usize => "the GPUs, or the checkpoint's", Free, Recipe;
         /// Partial sums in a group; the sum of each group is rounded.
         #[arg(value_name = "N")]
-        gradient_group: usize => "none, or the checkpoint's", Free, unless "Option::is_none";
+        gradient_group: usize => "none, or the checkpoint's", Free, Recipe, unless "Option::is_none";
         /// Tokens of a sequence.
         #[arg(value_name = "N")]
-        seq_length: usize = 1024, Order;
+        seq_length: usize = 1024, Order, Recipe;
         /// Peak learning rate.
         #[arg(value_name = "X", allow_hyphen_values = true)]
-        learning_rate: f64 = 5e-5, Logged;
+        learning_rate: f64 = 5e-5, Logged, Recipe;
         /// Shape of the learning rate over the steps.
-        lr_scheduler_type: LrScheduler = LrScheduler::Linear, Logged;
+        lr_scheduler_type: LrScheduler = LrScheduler::Linear, Logged, Recipe;
         /// Steps of linear warm-up.
         #[arg(value_name = "N")]
-        warmup_steps: u64 = 0, Logged;
+        warmup_steps: u64 = 0, Logged, Recipe;
         /// Fraction of all steps for warm-up, rounded up, if --warmup-steps is 0.
         #[arg(value_name = "X")]
         #[serde(deserialize_with = "some_scalar")]
-        warmup_ratio: f64 = 0.0, Logged, unless "is_zero";
+        warmup_ratio: f64 = 0.0, Logged, Recipe, unless "is_zero";
         /// Decoupled weight decay; norms and biases have none.
         #[arg(value_name = "X", allow_hyphen_values = true)]
-        weight_decay: f64 = 0.0, Logged;
+        weight_decay: f64 = 0.0, Logged, Recipe;
         /// Decay of Adam's first moment.
         #[arg(value_name = "X", allow_hyphen_values = true)]
-        adam_beta1: f64 = 0.9, Logged;
+        adam_beta1: f64 = 0.9, Logged, Recipe;
         /// Decay of Adam's second moment.
         #[arg(value_name = "X", allow_hyphen_values = true)]
-        adam_beta2: f64 = 0.999, Logged;
+        adam_beta2: f64 = 0.999, Logged, Recipe;
         /// Adam's epsilon.
         #[arg(value_name = "X", allow_hyphen_values = true)]
-        adam_epsilon: f64 = 1e-8, Logged;
+        adam_epsilon: f64 = 1e-8, Logged, Recipe;
         /// Gradient norm above which gradients are clipped; 0 disables clipping.
         #[arg(value_name = "X", allow_hyphen_values = true)]
-        max_grad_norm: f64 = 1.0, Logged;
+        max_grad_norm: f64 = 1.0, Logged, Recipe;
         /// Coefficient of the load-balancing loss of routers; 0 disables it.
         #[arg(value_name = "X", allow_hyphen_values = true)]
-        router_aux_loss_coef: f64 = 0.0, Logged, unless "is_zero";
+        router_aux_loss_coef: f64 = 0.0, Logged, Recipe, unless "is_zero";
         /// Seed of random weights and of the data order.
         #[arg(value_name = "N")]
-        seed: u64 = 42, Order;
+        seed: u64 = 42, Order, Recipe;
     }
 
     Run {
         /// Steps between log lines.
         #[arg(value_name = "N")]
-        logging_steps: u64 = 10, Free;
+        logging_steps: u64 = 10, Free, Run;
         /// Loggers of steps besides metrics.jsonl, separated by commas.
         #[arg(value_name = "LOGGER", value_delimiter = ',')]
         #[serde(deserialize_with = "one_or_many")]
-        report_to: Vec<ReportTo> = vec![ReportTo::Tensorboard], Free;
+        report_to: Vec<ReportTo> = vec![ReportTo::Tensorboard], Free, Run;
         /// Schedule of evaluations.
-        eval_strategy: EvalStrategy => "steps with --eval-data or --eval-split", Free;
+        eval_strategy: EvalStrategy => "steps with --eval-data or --eval-split", Free, Run;
         /// Steps between evaluations.
         #[arg(value_name = "N")]
-        eval_steps: u64 => "as --save-steps", Free;
+        eval_steps: u64 => "as --save-steps", Free, Run;
         /// Evaluate before the first step, too.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-        eval_on_start: bool = false, Free;
+        eval_on_start: bool = false, Free, Run;
         /// Prompts, one a line; the model continues each of them at every evaluation.
         #[arg(value_name = "FILE")]
-        prompts: PathBuf => "none", Free;
+        prompts: PathBuf => "none", Free, Run;
         /// Number of consecutive evaluations without a lower loss after which a run ends.
         #[arg(value_name = "N")]
-        early_stopping_patience: u64 => "none", Free;
+        early_stopping_patience: u64 => "none", Free, Run;
         /// Smallest decrease of the loss that counts for --early-stopping-patience.
         #[arg(value_name = "X", allow_hyphen_values = true)]
-        early_stopping_threshold: f64 = 0.0, Free, unless "is_zero";
+        early_stopping_threshold: f64 = 0.0, Free, Run, unless "is_zero";
         /// Steps between checkpoints.
         #[arg(value_name = "N")]
-        save_steps: u64 = 500, Free;
+        save_steps: u64 = 500, Free, Run;
         /// Number of newest checkpoints to keep, besides the one with the best evaluation.
         #[arg(value_name = "N")]
-        save_total_limit: usize => "all", Free;
+        save_total_limit: usize => "all", Free, Run;
         /// Consecutive steps with non-finite gradients after which a run ends; 0 is never.
         #[arg(value_name = "N")]
-        max_skipped_steps: u64 = 100, Free;
+        max_skipped_steps: u64 = 100, Free, Run;
         /// Seconds without progress after which a run reports the cause and ends; 0 is never.
         #[arg(value_name = "SECONDS")]
-        stall_limit: u64 = 300, Free;
+        stall_limit: u64 = 300, Free, Run;
         /// Signals that save and end a run, separated by commas.
         #[arg(value_name = "SIGNAL", value_delimiter = ',', ignore_case = true)]
         #[serde(deserialize_with = "one_or_many")]
-        stop_signals: Vec<StopSignal> = StopSignal::ALL.to_vec(), Free, unless "are_all_signals";
+        stop_signals: Vec<StopSignal> = StopSignal::ALL.to_vec(), Free, Run, unless "are_all_signals";
         /// Checkpoint to continue from, `auto` for the newest good one.
         #[arg(value_name = "auto|DIR", value_parser = PathBufValueParser::new().map(Resume::from))]
-        resume_from_checkpoint: Resume => "none", Free;
+        resume_from_checkpoint: Resume => "none", Free, Run;
         /// Show the data and the plan, then exit without training or writing files.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-        dry_run: bool = false, Free;
+        dry_run: bool = false, Free, Run;
         /// Parts of a run that may differ from the checkpoint, separated by commas.
         #[arg(value_name = "PART", value_delimiter = ',')]
         #[serde(deserialize_with = "one_or_many")]
-        allow_changed: Vec<RunPart> = Vec::new() => "none", Free;
+        allow_changed: Vec<RunPart> = Vec::new() => "none", Free, Run;
     }
 
     Memory {
         /// Compute threads, and as many optimizer threads.
         #[arg(value_name = "N")]
-        threads: usize => "one for each core", Free;
+        threads: usize => "one for each core", Free, Wanted;
         /// Size of a bucket in MiB of 16-bit parameters.
         #[arg(value_name = "X")]
-        bucket_mib: f64 => "the plan decides", Free;
+        bucket_mib: f64 => "the plan decides", Free, Wanted;
         /// Tail buckets with their optimizer states on the device.
         #[arg(value_name = "auto|all|N")]
         #[serde(deserialize_with = "some_scalar")]
-        resident_buckets: ResidentBuckets = ResidentBuckets::Auto, Free;
+        resident_buckets: ResidentBuckets = ResidentBuckets::Auto, Free, Wanted;
         /// Activations that layers keep for their backward pass.
-        activations: ActivationsChoice = ActivationsChoice::Auto, Free;
+        activations: ActivationsChoice = ActivationsChoice::Auto, Free, Wanted;
         /// Placement of layer weights: on the device, or streamed from host memory.
-        weights: WeightsChoice = WeightsChoice::Auto, Free;
+        weights: WeightsChoice = WeightsChoice::Auto, Free, Wanted;
         /// Replan during the run if steps differ from the plan's assumptions.
-        replan: ReplanChoice = ReplanChoice::Auto, Free, unless "is_replanned";
+        replan: ReplanChoice = ReplanChoice::Auto, Free, Run, unless "is_replanned";
     }
 
     Machine {
         /// Hardware profile with the rates for a GPU's plan: auto, a name or a file.
         #[arg(value_name = "PROFILE|FILE")]
-        hardware: PathBuf = selected_profile::AUTO.into(), Free;
+        hardware: PathBuf = selected_profile::AUTO.into(), Free, Site;
         /// Use no more GPU memory than this, for example 80GiB.
         #[arg(value_name = "SIZE")]
         #[serde(deserialize_with = "some_scalar")]
-        hbm_limit: Bytes => "all free memory", Free;
+        hbm_limit: Bytes => "all free memory", Free, Site;
         /// Use no more host memory than this, for example 1.5TiB.
         #[arg(value_name = "SIZE")]
         #[serde(deserialize_with = "some_scalar")]
-        host_limit: Bytes => "free memory, less a reserve", Free;
+        host_limit: Bytes => "free memory, less a reserve", Free, Site;
         /// Host memory of offloaded states; unified needs a GPU.
-        memory: HostMemoryKind = HostMemoryKind::Pinned, Free;
+        memory: HostMemoryKind = HostMemoryKind::Pinned, Free, Site;
         /// Page sizes of host memory.
-        huge_pages: HugePagesChoice = HugePagesChoice::Auto, Free;
+        huge_pages: HugePagesChoice = HugePagesChoice::Auto, Free, Site;
         /// Implementation of attention on a GPU.
-        attention: AttentionChoice = AttentionChoice::Auto, Free;
+        attention: AttentionChoice = AttentionChoice::Auto, Free, Recipe;
         /// Implementation of expert matrix products on a GPU.
-        expert_products: ExpertProductsChoice = ExpertProductsChoice::Auto, Free;
+        expert_products: ExpertProductsChoice = ExpertProductsChoice::Auto, Free, Recipe;
         /// Allow GPU kernels whose results may differ between runs in the last bit.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-        nondeterministic: bool = false, Free;
+        nondeterministic: bool = false, Free, Recipe;
         /// Directory to search first for NVIDIA's libraries.
         #[arg(value_name = "DIR")]
-        cuda_libraries: PathBuf => "the system's search path", Free;
+        cuda_libraries: PathBuf => "the system's search path", Free, Site;
     }
 
     // Settings for measuring, comparing and testing.
     Debug {
         /// Take the sequences in file order.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-        no_shuffle: bool = false, Order;
+        no_shuffle: bool = false, Order, Recipe;
         /// Write the timeline for Perfetto here, not to trace.json in the output directory.
         #[arg(value_name = "FILE")]
-        trace: PathBuf => "none", Free;
+        trace: PathBuf => "none", Free, Run;
         /// Count cycles, cache misses and page faults of the optimizer's threads.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-        perf_counters: bool = false, Free;
+        perf_counters: bool = false, Free, Run;
         /// Print a digest of the final state as the last line.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-        digest: bool = false, Free;
+        digest: bool = false, Free, Run;
         /// Instruction set of the CPU optimizer.
-        isa: IsaChoice = IsaChoice::Auto, Free;
+        isa: IsaChoice = IsaChoice::Auto, Free, Site;
         /// Partition of cache and bandwidth that the optimizer's threads join.
         #[arg(value_name = "auto|none|NAME", value_parser = StringValueParser::new().map(ResctrlGroup::from))]
-        resctrl_group: ResctrlGroup = ResctrlGroup::Auto, Free;
+        resctrl_group: ResctrlGroup = ResctrlGroup::Auto, Free, Site;
         /// Staging slots for gradients and as many for parameters.
         #[arg(value_name = "N")]
-        slots: usize => "chosen with the plan", Free;
+        slots: usize => "chosen with the plan", Free, Wanted;
         /// Techniques to turn off, separated by commas.
         #[arg(value_name = "TECHNIQUE", value_delimiter = ',')]
         #[serde(deserialize_with = "one_or_many")]
-        without: Vec<Technique> = Vec::new() => "none", Free;
+        without: Vec<Technique> = Vec::new() => "none", Free, Wanted;
         /// Side that converts gradients.
-        cast: CastSide = CastSide::Auto, Free;
+        cast: CastSide = CastSide::Auto, Free, Wanted;
         /// Step the rows of a tied embedding first that the batch does not use.
-        early_rows: EarlyRows = EarlyRows::Auto, Free;
+        early_rows: EarlyRows = EarlyRows::Auto, Free, Wanted;
         /// Seed of legal reorderings of events, to test the engine on --device cpu.
         #[arg(hide = true, value_name = "SEED")]
-        adversary: u64 => "none", Free;
+        adversary: u64 => "none", Free, Site;
 
         file {
             /// Values written into gradients, to test the engine; only in the file.
-            inject: Vec<Injection> = Vec::new(), Free;
+            inject: Vec<Injection> = Vec::new(), Free, Recipe;
             /// Faults of ranks, to test how a run ends; only in the file.
-            faults: Vec<RankFault> = Vec::new(), Free;
+            faults: Vec<RankFault> = Vec::new(), Free, Site;
         }
     }
 }

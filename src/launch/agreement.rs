@@ -3,7 +3,6 @@
 use super::engine::Launcher;
 use super::process_info::{HostResources, ProcessInfo};
 use crate::bucket::layout::BucketLayout;
-use crate::config::options::{CastSide, ExpertProductsChoice, Technique, Transport};
 use crate::config::settings::Settings;
 use crate::data::rows::row_table::Packing;
 use crate::device::Kernels;
@@ -19,6 +18,8 @@ use crate::ranks::hello_message::HelloMessage;
 use crate::ranks::links::{EndOfRun, LastResort, Links};
 use crate::ranks::rendezvous::{ProcessRendezvous, differs};
 use crate::ranks::run_token::{RunToken, TOKEN_VARIABLE};
+use crate::request::Request;
+use crate::request::choices::{CastSide, ExpertProductsChoice, Technique, Transport};
 use crate::signals::StopFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -173,18 +174,18 @@ impl ProcessGroup {
 
 impl Proposal {
     fn new(plan: &Plan, settings: &Settings, meeting_place: String) -> Self {
-        let fixed = plan.fixed(settings);
+        let Request { recipe, kernels, cut, wanted, .. } = plan.fixed(&settings.request(&plan.recipe.model));
         Self {
-            per_device_train_batch_size: fixed.per_device_train_batch_size,
-            gradient_accumulation_steps: fixed.gradient_accumulation_steps,
-            gradient_shares: fixed.gradient_shares,
-            gradient_group: fixed.gradient_group,
-            packing: fixed.packing,
-            bucket_mib: fixed.bucket_mib,
-            cast: fixed.cast,
-            without: fixed.without,
-            loss_tile: fixed.loss_tile,
-            expert_products: fixed.expert_products,
+            per_device_train_batch_size: wanted.split.micro_batch,
+            gradient_accumulation_steps: wanted.split.accumulation,
+            gradient_shares: cut.shares,
+            gradient_group: cut.group,
+            packing: recipe.rows.packing,
+            bucket_mib: wanted.bucket_mib,
+            cast: wanted.cast,
+            without: wanted.without,
+            loss_tile: kernels.loss_tile,
+            expert_products: kernels.experts,
             facts: facts(plan),
             meeting_place,
         }
@@ -321,7 +322,7 @@ mod tests {
             [(ExpertProductsChoice::Auto, ExpertProductsChoice::Cublaslt), (ExpertProductsChoice::Own, ExpertProductsChoice::Own)]
         {
             let settings = Settings { expert_products: requested, ..Settings::demo() };
-            let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
+            let plan = Plan::new(&settings.request(&shape), &machine, false).unwrap();
             let sent = serde_json::to_string(&Proposal::new(&plan, &settings, String::new())).unwrap();
             let proposal: Proposal = serde_json::from_str(&sent).unwrap();
             assert_eq!(proposal.over(&Settings::demo()).expert_products, wanted);

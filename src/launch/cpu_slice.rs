@@ -67,7 +67,7 @@ mod tests {
     /// The plan of `ranks` ranks with `threads` threads in total, on two sockets with seven CPUs.
     fn plan(ranks: usize, threads: usize, topology: &Topology) -> Plan {
         let settings = Settings { gpus: ranks, threads: Some(threads), ..Settings::demo() };
-        let plan = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(7), false).unwrap();
+        let plan = Plan::new(&settings.request(&ModelShape::demo()), &Machine::cpu(7), false).unwrap();
         let host_memory = MemoryPolicy::new(topology, HugePagesChoice::Off, &[], threads).unwrap();
         plan.with_host_memory(host_memory)
     }

@@ -3,7 +3,7 @@
 use super::gpu;
 use super::peer_links::PeerLinks;
 use super::process_info::ProcessInfo;
-use crate::config::options::{DeviceChoice, HostMemoryKind};
+use crate::config::options::DeviceChoice;
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
@@ -16,6 +16,7 @@ use crate::hardware::topology::Topology;
 use crate::host::memory_policy::HugePagesChoice;
 use crate::memory::{Addressing, DeviceMemory};
 use crate::planner::machine::{GroupedLayouts, Machine};
+use crate::request::choices::HostMemoryKind;
 use std::path::Path;
 use std::sync::Arc;
 

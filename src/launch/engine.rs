@@ -6,7 +6,6 @@ use super::gpu::{self, GpuDevice};
 use super::open;
 use super::process_info::ProcessInfo;
 use super::ranks::{self, LocalRanks};
-use crate::config::options::Technique;
 use crate::config::settings::Settings;
 use crate::device::cpu::{CpuDevice, StreamOrder};
 use crate::device::{DeviceKind, Engines, Kernels};
@@ -26,6 +25,7 @@ use crate::model::shape::ModelShape;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
 use crate::ranks::RankContext;
+use crate::request::choices::Technique;
 use crate::search::best_plan;
 #[cfg(feature = "mpam")]
 use std::path::Path;
@@ -81,7 +81,7 @@ impl Launcher {
     /// # Errors
     /// Errors of [`best_plan`]; `Resource` if `--huge-pages explicit` is not possible.
     pub(crate) fn plan(&self, settings: &Settings, shape: &ModelShape, trace: bool) -> Result<Plan> {
-        let plan = best_plan(settings, shape, &self.machine_for(settings, shape), trace)?;
+        let plan = best_plan(&settings.request(shape), &self.machine_for(settings, shape), trace)?;
         let host_memory = host_memory(settings, &plan, &self.topology)?;
         Ok(plan.with_host_memory(host_memory))
     }

@@ -3,12 +3,13 @@
 
 use super::gpu;
 use crate::config::launchers::local_process;
-use crate::config::options::{DeviceChoice, Transport};
+use crate::config::options::DeviceChoice;
 use crate::config::settings::Settings;
 use crate::error::{Error, Result};
 use crate::hardware::cpu_list::CpuList;
 use crate::hardware::gpu::GpuId;
 use crate::hardware::topology::Topology;
+use crate::request::choices::Transport;
 use serde::{Deserialize, Serialize};
 use std::fs;
 

@@ -131,7 +131,7 @@ mod tests {
         for nth in 0..50u64 {
             let adversary = (nth % 2 == 1).then_some(nth);
             let settings = Settings { gpus: 3, seq_length: 16, threads: Some(3), adversary, ..Settings::demo() };
-            let plan = Plan::new(&settings, &shape, &Machine::cpu(3), false).unwrap();
+            let plan = Plan::new(&settings.request(&shape), &Machine::cpu(3), false).unwrap();
             let follow = |engine: &mut Engine<CpuDevice>, context: &RankContext| {
                 if context.rank == 1 {
                     let context = context.clone();
@@ -153,7 +153,7 @@ mod tests {
     fn a_rank_that_panics_before_the_first_step_is_named() {
         let settings = Settings { gpus: 2, seq_length: 16, threads: Some(2), ..Settings::demo() };
         let shape = ModelShape::demo();
-        let plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
+        let plan = Plan::new(&settings.request(&shape), &Machine::cpu(2), false).unwrap();
         let follow = |_: &mut Engine<CpuDevice>, _: &RankContext| -> Result<()> { panic!("on purpose") };
         let error = endless(&plan, &shape, follow);
         assert_eq!(error.to_string(), "rank 1: it panicked; see the message above");

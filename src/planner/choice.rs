@@ -8,13 +8,13 @@ use super::budget::{Rings, Workload};
 use super::predict::{Prediction, Predictor};
 use super::site::Site;
 use crate::bucket::layout::BucketLayout;
-use crate::config::options::{ActivationsChoice, WeightsChoice};
 use crate::device::DeviceKind;
 use crate::device::footprint::MemoryClass;
 use crate::error::Result;
 use crate::model::activations::{ActivationPlan, LossTile};
 use crate::model::policy::LayerPolicy;
 use crate::model::tensors::TensorTable;
+use crate::request::choices::{ActivationsChoice, WeightsChoice};
 
 /// Limits of a tile of logits on a device that shares the host's memory: columns and bytes.
 const SHARED_TILE_VOCAB_MAX: usize = 32_768;
@@ -43,8 +43,9 @@ pub(crate) enum Residency {
     Largest,
 }
 
+/// The choices that a request leaves to the planner.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Request {
+pub(crate) struct Permitted {
     pub(crate) residency: Residency,
     pub activations: ActivationsChoice,
     pub weights: WeightsChoice,
@@ -73,8 +74,8 @@ pub(crate) struct Choice {
 ///
 /// # Errors
 /// `Usage` if batch and sequence length do not suit the model.
-pub(crate) fn choose(workload: &Workload, table: &TensorTable, layout: &BucketLayout, request: Request) -> Result<Choice> {
-    let planner = Planner { workload, table, layout, request };
+pub(crate) fn choose(workload: &Workload, table: &TensorTable, layout: &BucketLayout, permitted: Permitted) -> Result<Choice> {
+    let planner = Planner { workload, table, layout, permitted };
     match workload.site.machine.kind {
         DeviceKind::Cpu => planner.on_cpus(),
         DeviceKind::Gpu => planner.search(&Predictor::new(workload, table)?),
@@ -119,7 +120,7 @@ struct Planner<'a> {
     workload: &'a Workload<'a>,
     table: &'a TensorTable,
     layout: &'a BucketLayout,
-    request: Request,
+    permitted: Permitted,
 }
 
 impl Planner<'_> {
@@ -128,11 +129,11 @@ impl Planner<'_> {
         let (shape, width) = (self.workload.shape(), self.workload.recipe.numerics.dtype.bytes());
         let vocab = shape.vocab.min(SHARED_TILE_VOCAB_MAX);
         let chosen = LossTile { rows: self.tokens().min(SHARED_TILE_BYTES_MAX / (vocab * width)).max(1), vocab };
-        let tile = self.request.tile.unwrap_or(chosen);
+        let tile = self.permitted.tile.unwrap_or(chosen);
         let policies = self.mixes(false).remove(0);
         // The first location is the requested one, or the flat array.
         let use_rings = UseRings { grads: false, weights: self.weight_placements()[0], sums_on_host: false };
-        let layout = match self.request.residency {
+        let layout = match self.permitted.residency {
             Residency::Exactly(resident) => self.resident(resident),
             Residency::Largest => self.resident((self.layout.count() / SHARED_RESIDENT_ONE_IN).min(self.most_resident(use_rings))),
         };
@@ -168,7 +169,7 @@ impl Planner<'_> {
     fn weight_placements(&self) -> &'static [WeightPlacement] {
         use WeightPlacement::{Flat, FullySharded, Streamed};
         let Site { ranks, processes, .. } = *self.workload.site;
-        match self.request.weights {
+        match self.permitted.weights {
             // With one rank a process, slices over the ranks of a process would be all weights.
             WeightsChoice::Auto if processes > 1 && ranks == processes => &[Flat, FullySharded],
             WeightsChoice::Auto if processes > 1 => &[Flat, Streamed, FullySharded],
@@ -208,7 +209,7 @@ impl Planner<'_> {
         use_rings: UseRings,
         predictor: &Predictor,
     ) -> Choice {
-        let layout = match self.request.residency {
+        let layout = match self.permitted.residency {
             Residency::Exactly(resident) => self.resident(resident),
             Residency::Largest => self.largest_residency(activations, use_rings),
         };
@@ -273,7 +274,7 @@ impl Planner<'_> {
     fn mixes(&self, attends_long: bool) -> Vec<Vec<LayerPolicy>> {
         use LayerPolicy::{Host, HostAttention, Keep, RecomputeBlock, RecomputeCheap};
         let layers = self.workload.shape().layers.len();
-        if let Some(policy) = self.request.activations.policy() {
+        if let Some(policy) = self.permitted.activations.policy() {
             return vec![vec![policy; layers]];
         }
         let split = |first, last| move |at: usize| [vec![first; at], vec![last; layers - at]].concat();
@@ -292,7 +293,7 @@ impl Planner<'_> {
 
     /// Tiles of the loss: the usual one, then smaller ones for plans that do not fit.
     fn tiles(&self) -> Vec<LossTile> {
-        if let Some(tile) = self.request.tile {
+        if let Some(tile) = self.permitted.tile {
             return vec![tile];
         }
         let vocab = self.workload.shape().vocab;

@@ -5,10 +5,10 @@ use super::budget::Workload;
 use super::rules::Policy;
 use super::site::Site;
 use crate::bucket::layout::BucketLayout;
-use crate::config::options::EarlyRows;
 use crate::data::rows::batch::distinct;
 use crate::error::{Error, Result};
 use crate::model::tensors::{Module, Role, TensorTable};
+use crate::request::choices::EarlyRows;
 use std::ops::Range;
 
 /// The padded flat range of the embedding, if its buckets leave early; else an empty range.

@@ -1,12 +1,11 @@
 //! The implementation of expert products: cuBLASLt if possible, because it is faster, else this program's kernels.
 
 use super::machine::{GroupedLayouts, Machine};
-use crate::config::options::ExpertProductsChoice;
-use crate::config::settings::Settings;
 use crate::device::{DeviceKind, ExpertProducts};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
+use crate::request::choices::ExpertProductsChoice;
 
 const BY_CUBLASLT: &str = "multiplied by cuBLASLt (13.8 or newer, on Hopper or Blackwell in data centres)";
 
@@ -21,17 +20,17 @@ impl ExpertEngine {
     /// This program's kernels, without an explanation.
     const OWN: Self = Self { by: ExpertProducts::Own, note: None };
 
-    /// The implementation that `settings` request; `auto` depends on the machine.
+    /// The `requested` implementation; `auto` depends on the machine.
     ///
     /// # Errors
     /// `Usage` if cuBLASLt is requested and does not support the model.
-    pub(super) fn of(settings: &Settings, shape: &ModelShape, dtype: Dtype, machine: &Machine) -> Result<Self> {
+    pub(super) fn of(requested: ExpertProductsChoice, shape: &ModelShape, dtype: Dtype, machine: &Machine) -> Result<Self> {
         if machine.kind == DeviceKind::Cpu || shape.experts() == 0 {
             return Ok(Self::OWN);
         }
         let by_cublaslt = Self { by: ExpertProducts::Cublaslt, note: Some(BY_CUBLASLT.into()) };
         let own = |why: &str| Self { note: Some(format!("multiplied by this program's kernels: {why}")), ..Self::OWN };
-        Ok(match (settings.expert_products, obstacle(shape, dtype), &machine.grouped_layouts) {
+        Ok(match (requested, obstacle(shape, dtype), &machine.grouped_layouts) {
             (ExpertProductsChoice::Own, None, GroupedLayouts::Usable) => {
                 own("as set by flag or checkpoint; cuBLASLt is faster (--expert-products cublaslt)")
             }
@@ -63,6 +62,7 @@ fn obstacle(shape: &ModelShape, dtype: Dtype) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::settings::Settings;
     use crate::planner::plan::Plan;
 
     fn olmoe() -> ModelShape {
@@ -74,7 +74,7 @@ mod tests {
     }
 
     fn engine(choice: ExpertProductsChoice, shape: &ModelShape, dtype: Dtype, machine: &Machine) -> Result<ExpertEngine> {
-        ExpertEngine::of(&Settings { expert_products: choice, ..Settings::demo() }, shape, dtype, machine)
+        ExpertEngine::of(choice, shape, dtype, machine)
     }
 
     #[test]
@@ -128,7 +128,8 @@ mod tests {
         let device = crate::memory::DeviceMemory::Own { bytes: 1 << 40, addressing: crate::memory::Addressing::Separate };
         let machine = Machine { device, ..gpu(GroupedLayouts::Usable) };
         let settings = Settings { per_device_train_batch_size: 8, seq_length: 4096, ..Settings::demo() };
-        let plan = |expert_products| Plan::new(&Settings { expert_products, ..settings.clone() }, &olmoe(), &machine, false).unwrap();
+        let plan =
+            |expert_products| Plan::new(&Settings { expert_products, ..settings.clone() }.request(&olmoe()), &machine, false).unwrap();
         let [own, by_cublaslt] = [ExpertProductsChoice::Own, ExpertProductsChoice::Auto].map(plan);
         let step_s = |plan: &Plan| plan.forecast.predicted.as_ref().unwrap().step_s;
         assert!(step_s(&by_cublaslt) < step_s(&own));

@@ -18,7 +18,7 @@ fn the_tile_of_the_loss_is_the_same_on_any_machine_that_holds_it() {
     for (shape, batch) in [(qwen3_4b(), 4), (llama_8b(), 1), (llama_8b(), 4), (qwen3_14b(), 4)] {
         let plan = |(profile, gpus)| {
             let machine = Machine::of_several(&Profile::load(profile).unwrap(), gpus).unwrap();
-            Plan::new(&Settings { per_device_train_batch_size: batch, gpus, ..settings() }, &shape, &machine, false).unwrap()
+            Plan::new(&Settings { per_device_train_batch_size: batch, gpus, ..settings() }.request(&shape), &machine, false).unwrap()
         };
         let plans: Vec<_> = MACHINES.map(plan).into_iter().filter(|plan| plan.shortage().is_none()).collect();
         assert!(
@@ -28,7 +28,7 @@ fn the_tile_of_the_loss_is_the_same_on_any_machine_that_holds_it() {
         assert!(plans.iter().all(|plan| !plan.to_string().contains("\n  bits ")), "{plans:?}");
     }
     // A machine on which no other choice fits.
-    let plan = Plan::new(&Settings { hbm_limit: Some(Bytes(4 * GIB)), ..settings() }, &qwen3_14b(), &h200(), false).unwrap();
+    let plan = Plan::new(&Settings { hbm_limit: Some(Bytes(4 * GIB)), ..settings() }.request(&qwen3_14b()), &h200(), false).unwrap();
     assert_eq!((plan.recipe.numerics.loss_tile.rows, plan.forecast.usual_tile.rows), (1024, 2048), "{plan}");
     assert!(plan.to_string().contains("\n  bits        differ from runs with loss tiles of 2048 rows"), "{plan}");
 }
@@ -45,7 +45,7 @@ proptest! {
         let plan_with = |hbm: u64| {
             let device = DeviceMemory::Own { bytes: hbm * GIB, addressing: Addressing::Managed };
             let machine = Machine { host_bytes: host * GIB, kind: DeviceKind::Gpu, device, ..Machine::cpu(16) };
-            Plan::new(&settings, &shape, &machine, false).unwrap()
+            Plan::new(&settings.request(&shape), &machine, false).unwrap()
         };
         let (small, large) = (plan_with(hbm), plan_with(hbm + more));
         let tokens = batch * tokens * 512;

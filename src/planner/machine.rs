@@ -1,12 +1,12 @@
 //! The planner's description of a machine.
 
-use crate::config::settings::Settings;
 use crate::device::{DeviceKind, ExpertProducts};
 use crate::error::{Error, Result};
 use crate::hardware::profile::{Gpu, Profile};
 use crate::hardware::rates::Rates;
 use crate::host::affinity::workers_beside_others;
 use crate::memory::DeviceMemory;
+use crate::request::cut::StepCut;
 use crate::units::Bytes;
 use std::sync::Arc;
 
@@ -58,12 +58,12 @@ impl Machine {
         }
     }
 
-    /// The machine of one process of a run with these `settings`; each process has its own machine.
+    /// The machine of one process of a run with this `cut`; each process has its own machine.
     ///
     /// # Errors
     /// `Usage` if the profile has no rates for this number of GPUs, or no network for this number of machines.
-    pub(crate) fn of_run(profile: &Profile, settings: &Settings) -> Result<Self> {
-        let (machine, processes) = (Self::of_several(profile, settings.gpus)?, settings.processes);
+    pub(crate) fn of_run(profile: &Profile, cut: &StepCut) -> Result<Self> {
+        let (machine, processes) = (Self::of_several(profile, cut.gpus)?, cut.processes);
         if processes > profile.machines() {
             return Err(unknown_network(profile, processes));
         }
@@ -99,13 +99,13 @@ impl Machine {
     }
 
     /// This machine, reduced to `--hbm-limit` and `--host-limit`.
-    pub fn limited(&self, settings: &Settings) -> Self {
+    pub fn limited(&self, hbm_limit: Option<Bytes>, host_limit: Option<Bytes>) -> Self {
         let at_most = |bytes: u64, limit: Option<Bytes>| limit.map_or(bytes, |limit| bytes.min(limit.0));
         let device = match self.device {
             DeviceMemory::Shared => DeviceMemory::Shared,
-            DeviceMemory::Own { bytes, addressing } => DeviceMemory::Own { bytes: at_most(bytes, settings.hbm_limit), addressing },
+            DeviceMemory::Own { bytes, addressing } => DeviceMemory::Own { bytes: at_most(bytes, hbm_limit), addressing },
         };
-        Self { host_bytes: at_most(self.host_bytes, settings.host_limit), device, ..self.clone() }
+        Self { host_bytes: at_most(self.host_bytes, host_limit), device, ..self.clone() }
     }
 }
 

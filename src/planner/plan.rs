@@ -6,8 +6,6 @@ use super::forecast::Forecast;
 use super::placement::Placement;
 use super::protocol::Protocol;
 use super::site::Site;
-use crate::config::options::CastSide;
-use crate::config::settings::Settings;
 use crate::data::rows::batch;
 use crate::device::DeviceKind;
 use crate::host::memory_policy::MemoryPolicy;
@@ -19,6 +17,10 @@ use crate::optim::clip::ClipRule;
 use crate::optim::optimizer::Optimizer;
 use crate::ranks::progress::CounterSizes;
 use crate::recipe::{Numerics, Recipe, StepShape};
+use crate::request::choices::CastSide;
+use crate::request::cut::StepSplit;
+use crate::request::wanted::Wanted;
+use crate::request::{KernelChoices, Request};
 use std::ops::Range;
 
 pub(crate) use crate::memory::MemorySpace;
@@ -79,7 +81,7 @@ impl Plan {
 
     /// The optimizer, with the formats of its state.
     pub fn optimizer(&self) -> Optimizer {
-        Optimizer::AdamW { hyper: self.recipe.optimizer, moments: self.recipe.numerics.moments }
+        self.recipe.optimizer()
     }
 
     /// Parameters of the model.
@@ -138,28 +140,29 @@ impl Plan {
         SequenceRank { rank: rank % self.recipe.step.sequence_ranks, ranks: self.recipe.step.sequence_ranks }
     }
 
-    /// `settings` with the micro-batches of this plan, if `settings` leave them to the plan.
-    pub(crate) fn settle(&self, settings: &Settings) -> Settings {
-        if settings.tokens_per_step.is_none() {
-            return settings.clone();
-        }
-        let gradient_accumulation_steps = Some(self.micro_batches_of_rank());
-        Settings { per_device_train_batch_size: self.recipe.step.micro_batch, gradient_accumulation_steps, ..settings.clone() }
+    /// The split of a step into micro-batches.
+    pub(crate) fn split(&self) -> StepSplit {
+        StepSplit { micro_batch: self.recipe.step.micro_batch, accumulation: Some(self.micro_batches_of_rank()) }
     }
 
-    /// `settings` with everything fixed that a change of placement must not change: the cut of steps and buckets, the side that casts, and
+    /// `request` with everything fixed that a change of placement must not change: the cut of steps and buckets, the side that casts, and
     /// threads.
-    pub(crate) fn fixed(&self, settings: &Settings) -> Settings {
+    pub(crate) fn fixed(&self, request: &Request) -> Request {
         let bucket_bytes = self.placement.layout.bucket_elems() * self.recipe.numerics.dtype.bytes();
-        Settings {
+        let kernels = KernelChoices {
+            loss_tile: Some(self.recipe.numerics.loss_tile),
+            experts: self.recipe.numerics.experts.into(),
+            ..request.kernels
+        };
+        let wanted = Wanted {
+            split: if request.cut.tokens.is_some() { self.split() } else { request.wanted.split },
             bucket_mib: Some(bucket_bytes as f64 / f64::from(1 << 20)),
             threads: Some(self.site.threads),
             cast: if self.device_casts() { CastSide::Device } else { CastSide::Host },
             without: self.protocol.techniques.off(),
-            loss_tile: Some(self.recipe.numerics.loss_tile),
-            expert_products: self.recipe.numerics.experts.into(),
-            ..self.settle(settings)
-        }
+            ..request.wanted.clone()
+        };
+        Request { kernels, wanted, ..request.clone() }
     }
 
     /// Dimensions of the progress counters of its ranks.

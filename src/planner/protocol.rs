@@ -2,8 +2,8 @@
 
 use super::rules::Rules;
 use super::techniques::Techniques;
-use crate::config::options::Strategy;
 use crate::dtype::Dtype;
+use crate::request::choices::Strategy;
 
 /// How the steps of a run proceed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

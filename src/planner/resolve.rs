@@ -1,8 +1,8 @@
-//! The way from settings to a plan: the recipe, the site and the protocol follow from the settings, the placement is chosen.
+//! The way from a request to a plan: the recipe, the site and the protocol follow from the request, the placement is chosen.
 
 use super::budget::{Workload, driver_tracks};
 use super::checks::{check, check_products, check_ranks, check_streams, name};
-use super::choice::{Request, Residency, choose};
+use super::choice::{Permitted, Residency, choose};
 use super::early::{check_early, early_table};
 use super::experts::ExpertEngine;
 use super::forecast::Forecast;
@@ -15,11 +15,6 @@ use super::rules::{Policy, Rules};
 use super::site::Site;
 use super::techniques::Techniques;
 use crate::bucket::layout::{BucketLayout, BucketStarts, LayoutRequest, Tier};
-use crate::config::options::{
-    AttentionChoice, CastSide, HostMemoryKind, IsaChoice, MatmulDtype, ResidentBuckets, Rollback, Strategy, TrainDtype, Transport,
-    WeightsChoice,
-};
-use crate::config::settings::Settings;
 use crate::device::{Attention, DeviceKind, ExpertProducts};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -31,11 +26,11 @@ use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::norm::BLOCK;
-use crate::optim::optimizer::Optimizer;
 use crate::optim::simd::Isa;
 use crate::recipe::{Numerics, Recipe};
+use crate::request::choices::{AttentionChoice, CastSide, HostMemoryKind, IsaChoice, ResidentBuckets, Strategy, Transport, WeightsChoice};
+use crate::request::{KernelChoices, Request};
 use crate::trace::spans_per_track;
-use std::sync::Arc;
 
 /// Maximum bytes of working weights in a bucket: the size at which the paper's link saturates (section 4.3).
 const BUCKET_BYTES_MAX: usize = 64 << 20;
@@ -45,27 +40,27 @@ const BUCKETS_MIN: usize = 16;
 pub(crate) const SLOTS: usize = 8;
 
 impl Plan {
-    /// Resolves `settings` for a model on `machine`, with memory for a timeline if `trace`. [`Plan::check_fits`] checks whether the plan
-    /// fits.
+    /// Resolves `request` on `machine`, with memory for a timeline if `trace`. [`Plan::check_fits`] checks whether the plan fits.
     ///
     /// # Errors
     /// `Usage` if a setting needs a technique that is not compiled in, or does not suit this model or machine.
-    pub fn new(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Self> {
-        let (techniques, table) = (Techniques::new(settings), TensorTable::new(shape));
-        check(settings, (shape, &table), machine.kind)?;
-        let protocol = protocol(settings, techniques)?;
-        check_products(settings, shape)?;
-        let expert_engine = ExpertEngine::of(settings, shape, compute_dtype(settings.dtype), machine)?;
-        let recipe = recipe(settings, shape, &protocol, (machine.kind, expert_engine.by))?;
-        let site = site(settings, techniques, machine, (expert_engine, trace))?;
-        let (slots, transient_bytes) = (settings.slots.unwrap_or(SLOTS), transient_bytes(&table));
+    pub fn new(request: &Request, machine: &Machine, trace: bool) -> Result<Self> {
+        let (techniques, shape) = (Techniques::new(request), request.shape());
+        let table = TensorTable::new(shape);
+        check(request, &table, machine.kind)?;
+        let protocol = protocol(request, techniques)?;
+        check_products(request)?;
+        let expert_engine = ExpertEngine::of(request.kernels.experts, shape, request.recipe.numerics.dtype, machine)?;
+        let recipe = recipe(request, &protocol, (machine.kind, expert_engine.by))?;
+        let site = site(request, techniques, machine, (expert_engine, trace))?;
+        let (slots, transient_bytes) = (request.wanted.slots.unwrap_or(SLOTS), transient_bytes(&table));
         let workload = Workload { recipe: &recipe, site: &site, protocol: &protocol, slots, transient_bytes };
-        let request = request(settings, techniques)?;
-        let cut = cut(settings, &table, recipe.numerics.dtype).with_early(early_table(settings.early_rows, &workload, &table)?);
-        check_ranks(settings, &cut)?;
-        let choice = choose(&workload, &table, &cut, request)?;
-        check_streams(settings, choice.rings)?;
-        check_early(settings.early_rows, &choice.layout)?;
+        let permitted = permitted(request, techniques)?;
+        let cut = cut(request, &table, recipe.numerics.dtype).with_early(early_table(request.early_rows, &workload, &table)?);
+        check_ranks(request, &cut)?;
+        let choice = choose(&workload, &table, &cut, permitted)?;
+        check_streams(request.wanted.weights, choice.rings)?;
+        check_early(request.early_rows, &choice.layout)?;
         let placement = Placement {
             rings: choice.rings,
             grad_slots: workload.grad_slots(&choice.layout),
@@ -87,87 +82,68 @@ impl Plan {
 }
 
 /// How steps proceed.
-fn protocol(settings: &Settings, techniques: Techniques) -> Result<Protocol> {
-    let dtype = compute_dtype(settings.dtype);
-    let link_dtype = if cast_on_device(settings, techniques)? { Dtype::Float32 } else { dtype };
+fn protocol(request: &Request, techniques: Techniques) -> Result<Protocol> {
+    let link_dtype = if cast_on_device(request, techniques)? { Dtype::Float32 } else { request.recipe.numerics.dtype };
     let rules = Rules {
-        policy: policy(settings, techniques)?,
+        policy: policy(request, techniques)?,
         adaptive: techniques.adaptive,
         deadline_order: techniques.deadline_order,
         early_commit: techniques.early_commit,
     };
-    Ok(Protocol { strategy: settings.strategy, techniques, rules, barrier: settings.strategy == Strategy::ZeroOffload, link_dtype })
+    Ok(Protocol { strategy: request.strategy, techniques, rules, barrier: request.strategy == Strategy::ZeroOffload, link_dtype })
 }
 
-/// The recipe, with the requested tile of the loss, or the whole loss in one tile until the planner has chosen it.
-fn recipe(settings: &Settings, shape: &ModelShape, protocol: &Protocol, (kind, experts): (DeviceKind, ExpertProducts)) -> Result<Recipe> {
-    let (dtype, step, fp8) = (compute_dtype(settings.dtype), settings.step_shape(), settings.matmul_dtype == Some(MatmulDtype::Fp8));
+/// The recipe with its kernels, and with the requested tile of the loss, or the whole loss in one tile until the planner has chosen it.
+fn recipe(request: &Request, protocol: &Protocol, (kind, experts): (DeviceKind, ExpertProducts)) -> Result<Recipe> {
+    let (step, shape, Numerics { dtype, fp8, moments, .. }) = (request.step(), request.shape(), request.recipe.numerics);
     let tokens = step.tokens_of_rank();
-    let attention = attention(settings, shape, dtype, kind)?;
+    let attention = attention(request.kernels, shape, dtype, kind)?;
     let first = SequenceRank { rank: 0, ranks: step.sequence_ranks };
     let numerics = Numerics {
         dtype,
         fp8,
-        moments: settings.moments,
+        moments,
         attention,
         experts,
-        loss_tile: settings.loss_tile.unwrap_or(LossTile { rows: tokens.max(1), vocab: shape.vocab }),
+        loss_tile: request.kernels.loss_tile.unwrap_or(LossTile { rows: tokens.max(1), vocab: shape.vocab }),
         attention_block: attention.block(&shape.attention_of((step.micro_batch, step.seq_length), 0, first)),
         mlp_tile: mlp_tile::tile_tokens(tokens, fp8),
         device: kind,
         inverse_rollback: protocol.rules.policy == Policy::Inverse,
     };
-    Ok(Recipe {
-        model: Arc::new(shape.clone()),
-        rows: settings.row_order(),
-        step,
-        numerics,
-        optimizer: settings.optimizer(),
-        schedule: settings.schedule(),
-        max_grad_norm: settings.max_grad_norm,
-        router_aux_loss_coef: settings.router_aux_loss_coef,
-        inject: settings.inject.clone(),
-    })
+    Ok(Recipe { step, numerics, ..request.recipe.clone() })
 }
 
 /// The machine and the processes of a run, with memory for a timeline if `trace`.
-fn site(settings: &Settings, techniques: Techniques, machine: &Machine, (experts, trace): (ExpertEngine, bool)) -> Result<Site> {
-    let threads = settings.threads.unwrap_or(machine.workers());
+fn site(request: &Request, techniques: Techniques, machine: &Machine, (experts, trace): (ExpertEngine, bool)) -> Result<Site> {
+    let threads = request.wanted.threads.unwrap_or(machine.workers());
     Ok(Site {
-        machine: machine.limited(settings).multiplying_experts_by(experts.by),
-        ranks: settings.ranks(),
-        processes: settings.processes,
-        by_nccl: match settings.transport {
+        machine: machine.limited(request.site.hbm_limit, request.site.host_limit).multiplying_experts_by(experts.by),
+        ranks: request.cut.ranks(),
+        processes: request.cut.processes,
+        by_nccl: match request.site.transport {
             Transport::Nccl => true,
             Transport::Tcp => false,
             // The machines are remote. For a run, the processes have already agreed on a transport.
-            Transport::Auto => settings.processes > 1 && machine.kind == DeviceKind::Gpu,
+            Transport::Auto => request.cut.processes > 1 && machine.kind == DeviceKind::Gpu,
         },
-        cuda_libraries: settings.cuda_libraries.iter().cloned().collect(),
-        isa: isa(settings, techniques)?,
+        cuda_libraries: request.site.cuda_libraries.iter().cloned().collect(),
+        isa: isa(request, techniques)?,
         threads,
-        data_bytes: settings.data_bytes as usize,
+        data_bytes: request.site.data_bytes as usize,
         host_memory: MemoryPolicy::default(),
-        trace_spans: if trace { spans_per_track(threads + 1 + driver_tracks(settings.ranks())) } else { 0 },
+        trace_spans: if trace { spans_per_track(threads + 1 + driver_tracks(request.cut.ranks())) } else { 0 },
         for_other_machine: false,
         expert_products_note: experts.note,
-        rank_faults: settings.faults.clone(),
-        adversary: settings.adversary,
+        rank_faults: request.site.rank_faults.clone(),
+        adversary: request.site.adversary,
     })
 }
 
-/// The requests of `settings` for the planner's choice.
-fn request(settings: &Settings, techniques: Techniques) -> Result<Request> {
-    let (residency, weights) = (residency(settings, techniques)?, weights(settings, techniques)?);
-    Ok(Request { residency, activations: settings.activations, weights, tile: settings.loss_tile })
-}
-
-fn compute_dtype(dtype: TrainDtype) -> Dtype {
-    match dtype {
-        TrainDtype::Bfloat16 => Dtype::Bfloat16,
-        TrainDtype::Float16 => Dtype::Float16,
-        TrainDtype::Float32 => Dtype::Float32,
-    }
+/// The choices that `request` leaves to the planner.
+fn permitted(request: &Request, techniques: Techniques) -> Result<Permitted> {
+    let (residency, weights) = (residency(request, techniques)?, weights(request, techniques)?);
+    Ok(Permitted { residency, activations: request.wanted.activations, weights, tile: request.kernels.loss_tile })
 }
 
 fn wanted_isa(choice: IsaChoice) -> Option<Isa> {
@@ -181,37 +157,35 @@ fn wanted_isa(choice: IsaChoice) -> Option<Isa> {
     }
 }
 
-fn policy(settings: &Settings, techniques: Techniques) -> Result<Policy> {
-    match settings.rollback {
-        Rollback::Inverse if !techniques.stv => {
-            Err(Error::usage("--rollback inverse needs --strategy superoffload with the technique stv"))
-        }
+fn policy(request: &Request, techniques: Techniques) -> Result<Policy> {
+    match request.recipe.numerics.inverse_rollback {
+        true if !techniques.stv => Err(Error::usage("--rollback inverse needs --strategy superoffload with the technique stv")),
         _ if !techniques.stv => Ok(Policy::ValidateFirst),
-        Rollback::Deferred => Ok(Policy::Deferred),
-        Rollback::Inverse => Ok(Policy::Inverse),
+        true => Ok(Policy::Inverse),
+        false => Ok(Policy::Deferred),
     }
 }
 
 /// Cuts the flat order into buckets, none of them resident.
-fn cut(settings: &Settings, table: &TensorTable, dtype: Dtype) -> BucketLayout {
+fn cut(request: &Request, table: &TensorTable, dtype: Dtype) -> BucketLayout {
     let flat = table.flat_elems();
-    let least_bytes = if settings.ranks() > 1 { settings.ranks() * BLOCK * dtype.bytes() } else { 0 };
-    let bucket_bytes = match settings.bucket_mib {
+    let least_bytes = if request.cut.ranks() > 1 { request.cut.ranks() * BLOCK * dtype.bytes() } else { 0 };
+    let bucket_bytes = match request.wanted.bucket_mib {
         Some(mib) => (mib * f64::from(1 << 20)) as usize,
         // Each GPU owns at least one block of every bucket.
         None => BUCKET_BYTES_MAX.min(flat * dtype.bytes() / BUCKETS_MIN).max(least_bytes),
     };
-    let away = if settings.memory == HostMemoryKind::Unified { Tier::Unified } else { Tier::Host };
+    let away = if request.site.memory == HostMemoryKind::Unified { Tier::Unified } else { Tier::Host };
     let tensors: Vec<usize> = table.specs().iter().map(|spec| spec.offset_elems).collect();
-    let optimizer = Optimizer::AdamW { hyper: settings.optimizer(), moments: settings.moments };
+    let optimizer = request.recipe.optimizer();
     let starts = if optimizer.needs_whole_tensors() { BucketStarts::Tensors(&tensors) } else { BucketStarts::Blocks };
     LayoutRequest { flat_elems: flat, bucket_elems: bucket_bytes / dtype.bytes(), away, starts }.layout()
 }
 
-fn residency(settings: &Settings, techniques: Techniques) -> Result<Residency> {
-    let requested = settings.resident_buckets;
+fn residency(request: &Request, techniques: Techniques) -> Result<Residency> {
+    let requested = request.wanted.resident_buckets;
     match requested {
-        _ if settings.strategy == Strategy::NoOffload => Ok(Residency::Exactly(usize::MAX)),
+        _ if request.strategy == Strategy::NoOffload => Ok(Residency::Exactly(usize::MAX)),
         ResidentBuckets::All | ResidentBuckets::Count(1..) if !techniques.repartition => {
             Err(Error::usage(format!("--resident-buckets {requested} needs --strategy superoffload with the technique repartition")))
         }
@@ -224,42 +198,43 @@ fn residency(settings: &Settings, techniques: Techniques) -> Result<Residency> {
 
 /// The permitted locations of weights. Only weights whose optimizer runs in the pool are streamed from the host, and they cross the link in
 /// the compute format.
-fn weights(settings: &Settings, techniques: Techniques) -> Result<WeightsChoice> {
-    let obstacle = match settings {
+fn weights(request: &Request, techniques: Techniques) -> Result<WeightsChoice> {
+    let Request { cut, strategy, site, wanted, .. } = request;
+    let obstacle = match wanted.weights {
         _ if !techniques.weight_flow => Some("needs the technique weight-flow, which is off"),
         // Weights stream from other ranks.
-        Settings { weights, .. } if settings.ranks() > 1 && *weights != WeightsChoice::Flow => None,
-        Settings { strategy: Strategy::NoOffload, .. } => Some("needs a strategy that offloads"),
-        Settings { cast: CastSide::Device, .. } => Some("cannot be combined with --cast device: weights cross the link in --dtype"),
-        Settings { memory: HostMemoryKind::Unified, .. } => Some("cannot be combined with --memory unified: nothing is offloaded"),
+        weights if cut.ranks() > 1 && weights != WeightsChoice::Flow => None,
+        _ if *strategy == Strategy::NoOffload => Some("needs a strategy that offloads"),
+        _ if wanted.cast == CastSide::Device => Some("cannot be combined with --cast device: weights cross the link in --dtype"),
+        _ if site.memory == HostMemoryKind::Unified => Some("cannot be combined with --memory unified: nothing is offloaded"),
         _ => None,
     };
-    match (settings.weights, obstacle) {
-        (WeightsChoice::Sharded, _) if settings.gpus == 1 => Err(Error::usage(
+    match (request.wanted.weights, obstacle) {
+        (WeightsChoice::Sharded, _) if request.cut.gpus == 1 => Err(Error::usage(
             "--weights sharded needs several devices in each process: use --weights replicated, a larger --gpus, or with several processes \
              --weights fully-sharded",
         )),
-        (WeightsChoice::FullySharded, _) if settings.ranks() == 1 => {
+        (WeightsChoice::FullySharded, _) if request.cut.ranks() == 1 => {
             Err(Error::usage("--weights fully-sharded needs several devices: use --weights replicated, or a larger --gpus"))
         }
         (WeightsChoice::Auto, Some(_)) => Ok(WeightsChoice::Replicated),
-        (WeightsChoice::Auto | WeightsChoice::Replicated, _) | (_, None) => Ok(settings.weights),
+        (WeightsChoice::Auto | WeightsChoice::Replicated, _) | (_, None) => Ok(request.wanted.weights),
         (choice, Some(obstacle)) => Err(Error::usage(format!("--weights {} {obstacle}", name(choice)))),
     }
 }
 
 /// The attention implementation. cuDNN supports neither float32 nor soft caps, and runs on GPUs only.
-fn attention(settings: &Settings, shape: &ModelShape, dtype: Dtype, kind: DeviceKind) -> Result<Attention> {
+fn attention(kernels: KernelChoices, shape: &ModelShape, dtype: Dtype, kind: DeviceKind) -> Result<Attention> {
     let obstacle = if dtype == Dtype::Float32 {
         Some("cuDNN has 16-bit formats only; use --dtype bfloat16 or --attention plain")
     } else {
         shape.caps_scores().then_some("cuDNN's graph has no soft caps on scores, which this model has; use --attention plain")
     };
-    match (settings.attention, obstacle) {
+    match (kernels.attention, obstacle) {
         _ if kind == DeviceKind::Cpu => Ok(Attention::Plain),
         (AttentionChoice::Plain, _) | (AttentionChoice::Auto, Some(_)) => Ok(Attention::Plain),
         (AttentionChoice::Cudnn, Some(obstacle)) => Err(Error::usage(format!("--attention cudnn: {obstacle}"))),
-        (AttentionChoice::Auto | AttentionChoice::Cudnn, None) => Ok(Attention::Cudnn { deterministic: !settings.nondeterministic }),
+        (AttentionChoice::Auto | AttentionChoice::Cudnn, None) => Ok(Attention::Cudnn { deterministic: kernels.deterministic }),
     }
 }
 
@@ -269,8 +244,8 @@ fn transient_bytes(table: &TensorTable) -> u64 {
     4 * largest.min(PIECE_ELEMS) as u64
 }
 
-fn isa(settings: &Settings, techniques: Techniques) -> Result<Isa> {
-    match wanted_isa(settings.isa) {
+fn isa(request: &Request, techniques: Techniques) -> Result<Isa> {
+    match wanted_isa(request.site.isa) {
         None if techniques.grace_adam => Ok(Isa::detect()),
         None => Ok(Isa::Scalar),
         Some(isa) if isa != Isa::Scalar && !techniques.grace_adam => {
@@ -282,8 +257,8 @@ fn isa(settings: &Settings, techniques: Techniques) -> Result<Isa> {
 
 /// Whether the device casts. By default the 16-bit format crosses the link, and Adam casts in its own pass. Casting on the device pays off
 /// only on a link as fast as memory (paper, section 4.5).
-fn cast_on_device(settings: &Settings, techniques: Techniques) -> Result<bool> {
-    let wanted = settings.cast == CastSide::Device;
+fn cast_on_device(request: &Request, techniques: Techniques) -> Result<bool> {
+    let wanted = request.wanted.cast == CastSide::Device;
     if wanted && !techniques.superchip_cast {
         return Err(Error::usage("--cast device needs the technique superchip-cast, which is off"));
     }
@@ -293,13 +268,15 @@ fn cast_on_device(settings: &Settings, techniques: Techniques) -> Result<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::options::Technique;
+    use crate::config::options::Rollback;
+    use crate::config::settings::Settings;
     use crate::faults::Injection;
     use crate::memory::MemorySpace;
     use crate::optim::moments::Moments;
+    use crate::request::choices::Technique;
 
     fn plan(settings: Settings) -> Result<Plan> {
-        Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(2), false)
+        Plan::new(&settings.request(&ModelShape::demo()), &Machine::cpu(2), false)
     }
 
     #[test]
@@ -348,7 +325,7 @@ mod tests {
         let off = |t| Settings { without: vec![t], ..Settings::demo() };
         assert!(refused(Settings { rollback: Rollback::Inverse, ..off(Technique::Stv) }).contains("stv"));
         assert!(refused(Settings { cast: CastSide::Device, ..off(Technique::SuperchipCast) }).contains("superchip-cast"));
-        let two = crate::config::options::ResidentBuckets::Count(2);
+        let two = ResidentBuckets::Count(2);
         assert!(refused(Settings { resident_buckets: two, ..off(Technique::Repartition) }).contains("repartition"));
         assert!(refused(Settings { isa: IsaChoice::Avx2, ..off(Technique::GraceAdam) }).contains("grace-adam"));
         let fault = Injection { step: 1, element: usize::MAX, share: 0, value: 0.0 };

@@ -1,7 +1,7 @@
 //! The techniques of a run.
 
-use crate::config::options::{HostMemoryKind, Strategy, Technique};
-use crate::config::settings::Settings;
+use crate::request::Request;
+use crate::request::choices::{HostMemoryKind, Strategy, Technique};
 use clap::ValueEnum;
 
 /// The techniques of a run: those that are compiled in, part of the strategy, and not turned off.
@@ -28,11 +28,11 @@ pub struct Techniques {
 }
 
 impl Techniques {
-    pub(super) fn new(settings: &Settings) -> Self {
-        let on = |compiled: bool, technique| compiled && !settings.without.contains(&technique);
-        let superoffload = settings.strategy == Strategy::Superoffload;
+    pub(super) fn new(request: &Request) -> Self {
+        let on = |compiled: bool, technique| compiled && !request.wanted.without.contains(&technique);
+        let superoffload = request.strategy == Strategy::Superoffload;
         // Buckets that the device steps wait for the verdict.
-        let stv = superoffload && settings.memory == HostMemoryKind::Pinned && on(cfg!(feature = "stv"), Technique::Stv);
+        let stv = superoffload && request.site.memory == HostMemoryKind::Pinned && on(cfg!(feature = "stv"), Technique::Stv);
         Self {
             stv,
             adaptive: stv && on(true, Technique::Adaptive),

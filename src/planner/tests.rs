@@ -3,12 +3,7 @@
 use super::budget::kept_sums;
 use super::machine::Machine;
 use crate::bucket::layout::Tier;
-#[cfg(feature = "stv")]
-use crate::config::options::EarlyRows;
-use crate::config::options::{
-    ActivationsChoice, AttentionChoice, CastSide, HostMemoryKind, MatmulDtype, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype,
-    WeightsChoice,
-};
+use crate::config::options::{MatmulDtype, Rollback, TrainDtype};
 use crate::config::settings::Settings;
 use crate::data::rows::row_table::Packing;
 use crate::device::{Attention, DeviceKind};
@@ -20,6 +15,11 @@ use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, TensorTable};
 use crate::optim::moments::Moments;
 use crate::planner::plan::Plan;
+#[cfg(feature = "stv")]
+use crate::request::choices::EarlyRows;
+use crate::request::choices::{
+    ActivationsChoice, AttentionChoice, CastSide, HostMemoryKind, ResidentBuckets, Strategy, Technique, WeightsChoice,
+};
 use crate::units::Bytes;
 use std::path::Path;
 
@@ -68,7 +68,7 @@ fn each_of_several_gpus_holds_its_own_weights_and_its_part_of_the_states() {
     let flat = TensorTable::new(&shape).flat_elems() as u64;
     for gpus in 1..=4 {
         let settings = Settings { gpus, activations: ActivationsChoice::RecomputeBlock, ..settings() };
-        let plan = Plan::new(&settings, &shape, &of_four(gpus), false).unwrap();
+        let plan = Plan::new(&settings.request(&shape), &of_four(gpus), false).unwrap();
         let class = |name| plan.forecast.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes as u64);
         let [device, host] = plan.balances();
         let bytes_at =
@@ -91,7 +91,7 @@ fn each_of_several_gpus_holds_its_own_weights_and_its_part_of_the_states() {
 fn several_gpus_replicate_their_weights_while_those_fit_and_shard_them_else() {
     let plan = |gpus, gib: u64| {
         let settings = Settings { gpus, hbm_limit: Some(Bytes(gib << 30)), ..settings() };
-        Plan::new(&settings, &qwen3_4b(), &of_four(gpus).limited(&settings), false).unwrap()
+        Plan::new(&settings.request(&qwen3_4b()), &of_four(gpus).limited(settings.hbm_limit, settings.host_limit), false).unwrap()
     };
     let class = |plan: &Plan, name| plan.forecast.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
     let replicated = plan(2, 80);
@@ -107,7 +107,7 @@ fn several_gpus_replicate_their_weights_while_those_fit_and_shard_them_else() {
         assert!(sharded.to_string().contains("stream from the slices of all GPUs"), "{sharded}");
     }
     let settings = Settings { hbm_limit: Some(Bytes(8 << 30)), ..settings() };
-    let alone = Plan::new(&settings, &qwen3_4b(), &of_four(1).limited(&settings), false).unwrap();
+    let alone = Plan::new(&settings.request(&qwen3_4b()), &of_four(1).limited(settings.hbm_limit, settings.host_limit), false).unwrap();
     assert_eq!(alone.placement.rings.weights.is_some(), FLOW, "{alone}");
 }
 
@@ -116,7 +116,7 @@ fn several_gpus_replicate_their_weights_while_those_fit_and_shard_them_else() {
 fn products_in_fp8_take_less_time_and_memory_of_their_own() {
     let plan = |matmul_dtype, machine: &Machine| {
         let settings = Settings { matmul_dtype, activations: ActivationsChoice::Keep, ..settings() };
-        Plan::new(&settings, &llama_8b(), machine, false).unwrap()
+        Plan::new(&settings.request(&llama_8b()), machine, false).unwrap()
     };
     let (plain, fp8) = (plan(None, &h200()), plan(Some(MatmulDtype::Fp8), &h200()));
     let saved_s = plain.forecast.predicted.unwrap().device_s - fp8.forecast.predicted.unwrap().device_s;
@@ -145,7 +145,7 @@ fn more_gpus_than_a_profile_knows_are_refused_with_one_that_does() {
 
 #[test]
 fn more_machines_than_a_profile_knows_are_refused_with_a_remedy() {
-    let on = |name: &str, processes| Machine::of_run(&Profile::load(name).unwrap(), &Settings { processes, ..settings() });
+    let on = |name: &str, processes| Machine::of_run(&Profile::load(name).unwrap(), &Settings { processes, ..settings() }.cut());
     let unknown = on("h200-x2", 2).unwrap_err().to_string();
     assert!(unknown.contains("--processes 2: the hardware profile h200-x2 has no rates between") && unknown.contains("`network`"));
     let few = on("gh200-x4", 5).unwrap_err().to_string();
@@ -159,7 +159,7 @@ fn each_of_several_machines_has_its_part_of_the_states_in_its_memory() {
     let profile = Profile::load("gh200-x4").unwrap();
     let plan = |processes| {
         let settings = Settings { gpus: 4, processes, resident_buckets: ResidentBuckets::Count(0), ..settings() };
-        Plan::new(&settings, &llama_8b(), &Machine::of_run(&profile, &settings).unwrap(), false).unwrap()
+        Plan::new(&settings.request(&llama_8b()), &Machine::of_run(&profile, &settings.cut()).unwrap(), false).unwrap()
     };
     let [one, two] = [1, 2].map(plan);
     let flat = TensorTable::new(&llama_8b()).flat_elems() as f64;
@@ -184,7 +184,7 @@ fn gpus_of_each_process_share_its_weights_where_they_do_not_fit_on_each() {
     let many = Settings { gpus: 4, processes: 4, gradient_group: Some(4), host_limit: Some(Bytes(940_000_000_000)), ..Settings::default() };
     let plan = |weights| {
         let settings = Settings { weights, per_device_train_batch_size: 8, seq_length: 1024, ..many.clone() };
-        Plan::new(&settings, &shape, &Machine::of_run(&profile, &settings).unwrap(), false).unwrap()
+        Plan::new(&settings.request(&shape), &Machine::of_run(&profile, &settings.cut()).unwrap(), false).unwrap()
     };
     let [replicated, auto] = [WeightsChoice::Replicated, WeightsChoice::Auto].map(plan);
     assert!(replicated.shortage().is_some(), "{replicated}");
@@ -203,7 +203,7 @@ fn gpus_of_each_process_share_its_weights_where_they_do_not_fit_on_each() {
         );
     }
     let alone = Settings { gpus: 1, processes: 4, weights: WeightsChoice::Sharded, ..settings() };
-    let refused = Plan::new(&alone, &shape, &Machine::of_run(&profile, &alone).unwrap(), false).unwrap_err().to_string();
+    let refused = Plan::new(&alone.request(&shape), &Machine::of_run(&profile, &alone.cut()).unwrap(), false).unwrap_err().to_string();
     assert!(["--weights replicated", "--gpus", "--weights fully-sharded"].iter().all(|remedy| refused.contains(remedy)), "{refused}");
 }
 
@@ -219,8 +219,9 @@ fn gpus_of_all_processes_share_weights_of_which_a_part_of_a_process_is_too_much(
         let host_limit = Some(Bytes(235_000_000_000 * gpus as u64));
         let settings = Settings { gpus, processes: 4, gradient_group: Some(4), host_limit, weights, ..Settings::default() };
         let settings = Settings { per_device_train_batch_size: 4, seq_length: 1024, ..settings };
-        let plan = Plan::new(&settings, &shape, &Machine::of_run(&profile, &settings).unwrap(), false).unwrap();
-        let fits = plan.check_fits(&settings, &shape).map_err(|refusal| refusal.to_string());
+        let request = settings.request(&shape);
+        let plan = Plan::new(&request, &Machine::of_run(&profile, &request.cut).unwrap(), false).unwrap();
+        let fits = plan.check_fits(&request).map_err(|refusal| refusal.to_string());
         (plan, fits)
     };
     for (model, gpus, too_much) in [("150B", 4, &[Replicated, Sharded][..]), ("50B", 1, &[Replicated])] {
@@ -245,18 +246,18 @@ pub(super) fn settings() -> Settings {
 }
 
 fn plan(shape: &ModelShape, settings: &Settings) -> Plan {
-    Plan::new(settings, shape, &h200(), true).unwrap()
+    Plan::new(&settings.request(shape), &h200(), true).unwrap()
 }
 
 fn fitting(shape: &ModelShape, settings: &Settings) -> Plan {
     let plan = plan(shape, settings);
-    plan.check_fits(settings, shape).unwrap_or_else(|e| panic!("{e}\n{plan}"));
+    plan.check_fits(&settings.request(shape)).unwrap_or_else(|e| panic!("{e}\n{plan}"));
     plan
 }
 
 fn refusal(shape: &ModelShape, settings: &Settings) -> String {
     let plan = plan(shape, settings);
-    plan.check_fits(settings, shape).expect_err(&plan.to_string()).to_string()
+    plan.check_fits(&settings.request(shape)).expect_err(&plan.to_string()).to_string()
 }
 
 fn kept(plan: &Plan) -> usize {
@@ -349,7 +350,7 @@ fn requested_settings_are_planned() {
     ] {
         let requested = Settings { activations, ..settings() };
         assert!(plan(&llama_8b(), &requested).placement.layer_policies.iter().all(|p| *p == policy));
-        let demo = Plan::new(&Settings { activations, ..Settings::demo() }, &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
+        let demo = Plan::new(&Settings { activations, ..Settings::demo() }.request(&ModelShape::demo()), &Machine::cpu(2), false).unwrap();
         assert_eq!(demo.placement.layer_policies, [policy; 6]);
     }
     let count = |resident_buckets| resident(&plan(&llama_8b(), &Settings { resident_buckets, ..settings() }));
@@ -382,7 +383,7 @@ fn unified_states_need_a_window_and_the_link_and_nothing_else() {
     assert!(paged_s.step_s > paged_s.link_s + 0.8 * pinned_s.device_s, "{paged}\n{pinned}");
 
     let shared = Machine { device: DeviceMemory::Own { bytes: 139 * GIB, addressing: Addressing::Coherent }, ..h200() };
-    let direct = Plan::new(&unified(none), &llama_8b(), &shared, false).unwrap();
+    let direct = Plan::new(&unified(none).request(&llama_8b()), &shared, false).unwrap();
     assert!(on_device(&direct, "paged states here") == 0.0 && direct.to_string().contains("page tables shared"), "{direct}");
     if REPARTITION {
         // Paging is so slow that recomputing blocks is faster, as long as that makes room for all states.
@@ -408,7 +409,7 @@ fn a_gpu_plan_counts_its_workspaces() {
     let plan = of(settings());
     assert_eq!(["matrix workspace", "kernel scratch"].map(|class| on_device(&plan, class)), [1.0 / 16.0; 2]);
     assert_eq!(on_device(&plan, "context, libraries"), 1.0);
-    let on_cpu = Plan::new(&settings(), &llama_8b(), &Machine::cpu(2), true).unwrap();
+    let on_cpu = Plan::new(&settings().request(&llama_8b()), &Machine::cpu(2), true).unwrap();
     assert!(!on_cpu.forecast.memory.iter().any(|class| class.name.contains("workspace") || class.name.contains("context")));
 }
 
@@ -435,7 +436,7 @@ fn a_long_sequence_goes_back_in_blocks_and_fits() {
     let machine = Machine::of_several(&Profile::load("gh200-x4").unwrap(), 4).unwrap();
     let of_four = |sequence_ranks, seq_length| {
         let settings = Settings { gpus: 4, sequence_ranks, seq_length, per_device_train_batch_size: 1, ..settings() };
-        Plan::new(&settings, &llama_8b(), &machine, false).unwrap()
+        Plan::new(&settings.request(&llama_8b()), &machine, false).unwrap()
     };
     let (alone, shared) = (of_four(1, 131_072), of_four(4, 524_288));
     let is_away = |plan: &Plan| plan.placement.layer_policies.contains(&LayerPolicy::HostAttention);
@@ -451,7 +452,7 @@ fn a_long_sequence_goes_back_in_blocks_and_fits() {
 fn a_gpu_that_shares_the_hosts_memory_is_a_gpu() {
     let machine = Machine::of(&Profile::load("mi300a").unwrap());
     assert_eq!((machine.kind, machine.device), (DeviceKind::Gpu, DeviceMemory::Shared));
-    let plan = Plan::new(&settings(), &qwen3_4b(), &machine, false).unwrap();
+    let plan = Plan::new(&settings().request(&qwen3_4b()), &machine, false).unwrap();
     assert!(matches!(plan.recipe.numerics.attention, Attention::Cudnn { .. }) && plan.forecast.predicted.is_some(), "{plan}");
     assert!(plan.site.threads < machine.cpus && on_device(&plan, "context, libraries") > 0.0, "{plan}");
     // Offloading to the same memory saves nothing.
@@ -511,9 +512,9 @@ fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
             &["device memory", "--resident-buckets "],
         );
     }
-    let demo = Settings { host_limit: Some(Bytes(140 << 20)), ..Settings::demo() };
-    let on_cpu = Plan::new(&demo, &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
-    let message = on_cpu.check_fits(&demo, &ModelShape::demo()).unwrap_err().to_string();
+    let demo = Settings { host_limit: Some(Bytes(140 << 20)), ..Settings::demo() }.request(&ModelShape::demo());
+    let on_cpu = Plan::new(&demo, &Machine::cpu(2), false).unwrap();
+    let message = on_cpu.check_fits(&demo).unwrap_err().to_string();
     assert!(message.contains("140.0 MiB of host memory") && message.contains("--activations recompute-block would fit"), "{message}");
 }
 
@@ -550,11 +551,11 @@ fn models_with_experts_are_planned_and_advised() {
     fitting(&preset("olmoe-1b-7b"), &one);
     assert!(refusal(&qwen3, &packed).contains("30532122624 parameters"));
     let balanced = Settings { router_aux_loss_coef: 0.01, ..one.clone() };
-    Plan::new(&balanced, &gpt_oss, &h200(), false).unwrap();
-    let refused = Plan::new(&balanced, &llama_8b(), &h200(), false).unwrap_err().to_string();
+    Plan::new(&balanced.request(&gpt_oss), &h200(), false).unwrap();
+    let refused = Plan::new(&balanced.request(&llama_8b()), &h200(), false).unwrap_err().to_string();
     assert!(refused.starts_with("--router-aux-loss-coef 0.01: the model has no experts"), "{refused}");
     let two = Settings { gpus: 2, ..packed };
-    Plan::new(&two, &qwen3, &of_four(2), false).unwrap().check_fits(&two, &qwen3).unwrap();
+    Plan::new(&two.request(&qwen3), &of_four(2), false).unwrap().check_fits(&two.request(&qwen3)).unwrap();
 }
 
 #[test]
@@ -666,15 +667,15 @@ fn sums_stay_on_the_device_while_they_fit() {
         "{plans:?}"
     );
     let several = Settings { gpus: 2, gradient_shares: Some(8), ..settings() };
-    assert!(!Plan::new(&several, &llama_8b(), &of_four(2), false).unwrap().placement.rings.sums_on_host);
+    assert!(!Plan::new(&several.request(&llama_8b()), &of_four(2), false).unwrap().placement.rings.sums_on_host);
     let on_cpus = Settings { gradient_shares: Some(8), ..Settings::demo() };
-    assert!(!Plan::new(&on_cpus, &ModelShape::demo(), &Machine::cpu(2), false).unwrap().placement.rings.sums_on_host);
+    assert!(!Plan::new(&on_cpus.request(&ModelShape::demo()), &Machine::cpu(2), false).unwrap().placement.rings.sums_on_host);
 }
 
 #[test]
 fn streaming_can_be_requested_and_refused() {
     let flow = |more: Settings| Settings { weights: WeightsChoice::Flow, ..more };
-    let refused = |more: Settings| Plan::new(&flow(more), &qwen3_4b(), &h200(), false).unwrap_err().to_string();
+    let refused = |more: Settings| Plan::new(&flow(more).request(&qwen3_4b()), &h200(), false).unwrap_err().to_string();
     if !FLOW {
         return assert!(refused(settings()).starts_with("--weights flow needs the technique weight-flow"));
     }
@@ -700,10 +701,11 @@ fn streaming_can_be_requested_and_refused() {
     if REPARTITION {
         assert!(refused(Settings { resident_buckets: ResidentBuckets::All, ..settings() }).contains("no memory would be saved"));
     }
-    let small = Plan::new(&flow(Settings::demo()), &ModelShape::demo(), &h200(), false).unwrap_err().to_string();
+    let small = Plan::new(&flow(Settings::demo()).request(&ModelShape::demo()), &h200(), false).unwrap_err().to_string();
     assert!(small.contains("no memory would be saved"), "{small}");
     // On the CPU, where ring chunks are small.
-    let demo = |weights| Plan::new(&Settings { weights, ..Settings::demo() }, &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
+    let demo =
+        |weights| Plan::new(&Settings { weights, ..Settings::demo() }.request(&ModelShape::demo()), &Machine::cpu(2), false).unwrap();
     assert!(demo(WeightsChoice::Flow).placement.rings.weights.is_some() && demo(WeightsChoice::Auto).placement.rings.weights.is_none());
 }
 
@@ -711,7 +713,7 @@ fn streaming_can_be_requested_and_refused() {
 #[test]
 fn a_tied_embedding_leaves_early_where_few_of_its_rows_can_be_of_a_batch() {
     let none = ResidentBuckets::Count(0);
-    let plan = |shape: &ModelShape, more: Settings| Plan::new(&Settings { resident_buckets: none, ..more }, shape, &h200(), false);
+    let plan = |shape: &ModelShape, more: Settings| Plan::new(&Settings { resident_buckets: none, ..more }.request(shape), &h200(), false);
     let early = |shape: &ModelShape, more: Settings| plan(shape, more).unwrap().placement.layout.early();
     let many = Settings { per_device_train_batch_size: 24, ..settings() };
     let with = |early_rows, more: Settings| Settings { early_rows, ..more };
@@ -741,11 +743,11 @@ fn the_cpu_device_refuses_gpu_options() {
         (Settings { attention: AttentionChoice::Cudnn, ..Settings::demo() }, "--attention cudnn"),
         (Settings { hbm_limit: Some(Bytes(GIB)), ..Settings::demo() }, "--hbm-limit 1.0 GiB"),
     ] {
-        let message = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(2), false).unwrap_err().to_string();
+        let message = Plan::new(&settings.request(&ModelShape::demo()), &Machine::cpu(2), false).unwrap_err().to_string();
         assert!(message.starts_with(flag) && message.contains("--device cuda"), "{message}");
     }
     let wide = Settings { attention: AttentionChoice::Cudnn, dtype: TrainDtype::Float32, ..settings() };
-    assert!(Plan::new(&wide, &llama_8b(), &h200(), false).unwrap_err().to_string().contains("--attention plain"));
+    assert!(Plan::new(&wide.request(&llama_8b()), &h200(), false).unwrap_err().to_string().contains("--attention plain"));
 }
 
 /// cuDNN computes packed documents one by one in memory that is planned, so its own workspace is smaller.
@@ -753,7 +755,7 @@ fn the_cpu_device_refuses_gpu_options() {
 fn cudnn_keeps_documents_of_a_row_apart_in_memory_that_is_planned() {
     let plan = |packing| {
         let settings = Settings { packing, per_device_train_batch_size: 4, ..settings() };
-        Plan::new(&settings, &llama_8b(), &h200(), false).unwrap()
+        Plan::new(&settings.request(&llama_8b()), &h200(), false).unwrap()
     };
     let bytes = |plan: &Plan, name| plan.forecast.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
     let [whole, packed] = [Packing::Auto, Packing::Bfd].map(plan);

@@ -19,6 +19,7 @@ use crate::model::activations::LossTile;
 use crate::model::shape::ModelShape;
 use crate::optim::adam::AdamHyper;
 use crate::optim::moments::Moments;
+use crate::optim::optimizer::Optimizer;
 use crate::optim::schedule::{LrSchedule, LrScheduler, TrainLength};
 use std::sync::Arc;
 
@@ -120,6 +121,11 @@ impl Recipe {
     /// Whether rows hold several documents that attention must separate.
     pub fn separates_documents(&self) -> bool {
         self.rows.packing == Packing::Bfd
+    }
+
+    /// The optimizer, with the formats of its state.
+    pub(crate) fn optimizer(&self) -> Optimizer {
+        Optimizer::AdamW { hyper: self.optimizer, moments: self.numerics.moments }
     }
 
     /// The learning rates of a run of `max_steps`.

@@ -1,9 +1,9 @@
 //! Settings of a run that differ from the defaults, and a command line with the same settings.
 
 use super::past_run::PastRun;
-use crate::config::describe::{self, as_word, named, words, written};
 use crate::config::options::InitChoice;
 use crate::config::settings::Settings;
+use crate::describe::{self, as_word, named, words, written};
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 

@@ -1,13 +1,14 @@
 //! Limits of a machine: the largest batch, sequence and model that fit, and the number of tokens below which the optimizer is exposed.
 
-use crate::config::options::ResidentBuckets;
-use crate::config::settings::Settings;
 use crate::error::Result;
 use crate::hardware::profile::Profile;
-use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
+use crate::request::Request;
+use crate::request::choices::ResidentBuckets;
+use crate::request::cut::{StepCut, StepSplit};
+use crate::request::wanted::Wanted;
 use crate::simulate::clip::Clip;
 use crate::simulate::simulate;
 use crate::simulate::timed::Steps;
@@ -39,16 +40,15 @@ pub(crate) struct Limits {
 }
 
 impl Limits {
-    /// The limits of `settings` for `shape` on `machine`.
-    pub(crate) fn of(settings: &Settings, shape: &ModelShape, machine: &Machine) -> Self {
-        let fits = |settings: &Settings, shape: &ModelShape| fits(settings, shape, machine);
-        let with_batch = |batch| Settings { per_device_train_batch_size: batch, ..settings.clone() };
-        let batch = largest(BATCH_MAX, |batch| fits(&with_batch(batch), shape));
-        let with_length = |seq_length| Settings { seq_length, ..with_batch(1) };
-        let seq_length_is_the_models = fits(&with_length(shape.max_positions), shape);
-        let grains = || largest(shape.max_positions / SEQ_LENGTH_GRAIN, |grains| fits(&with_length(grains * SEQ_LENGTH_GRAIN), shape));
+    /// The limits of `request` on `machine`.
+    pub(crate) fn of(request: &Request, machine: &Machine) -> Self {
+        let (fits, shape) = (|request: &Request| fits(request, machine), request.shape());
+        let batch = largest(BATCH_MAX, |batch| fits(&request.with_micro_batch(batch)));
+        let with_length = |seq_length| request.with_micro_batch(1).with_seq_length(seq_length);
+        let seq_length_is_the_models = fits(&with_length(shape.max_positions));
+        let grains = || largest(shape.max_positions / SEQ_LENGTH_GRAIN, |grains| fits(&with_length(grains * SEQ_LENGTH_GRAIN)));
         let seq_length = if seq_length_is_the_models { shape.max_positions } else { grains() * SEQ_LENGTH_GRAIN };
-        let LargestModel { layers, params, .. } = LargestModel::of(settings, shape, machine);
+        let LargestModel { layers, params, .. } = LargestModel::of(request, machine);
         Self { batch, seq_length, seq_length_is_the_models, layers, params }
     }
 }
@@ -63,32 +63,34 @@ pub(crate) struct LargestModel {
 }
 
 impl LargestModel {
-    /// The largest model for `settings` with the width of `shape` on `machine`.
-    fn of(settings: &Settings, shape: &ModelShape, machine: &Machine) -> Self {
-        let fits = |shape: &ModelShape| fits(settings, shape, machine);
+    /// The largest model for `request` with the width of its model on `machine`.
+    fn of(request: &Request, machine: &Machine) -> Self {
+        let shape = request.shape();
+        let fits = |layers: usize| fits(&request.with_shape(shape.with_layers(layers)), machine);
         // With fewer layers, streaming may save no memory and is rejected. That is not a limit.
-        let layers_here = if fits(shape) { shape.layers.len() } else { 0 };
-        let layers = largest(LAYERS_MAX, |layers| layers <= layers_here || fits(&shape.with_layers(layers)));
+        let layers_here = if fits(shape.layers.len()) { shape.layers.len() } else { 0 };
+        let layers = largest(LAYERS_MAX, |layers| layers <= layers_here || fits(layers));
         let params = if layers > 0 { TensorTable::new(&shape.with_layers(layers)).params() } else { 0 };
-        Self { gpus: settings.gpus, layers, params }
+        Self { gpus: request.cut.gpus, layers, params }
     }
 
     /// The largest models on 1, 2, 4 and 8 GPUs, as far as `profile` has rates for them. Empty if it knows a single GPU only.
-    pub(crate) fn by_gpus(settings: &Settings, shape: &ModelShape, profile: &Profile) -> Vec<Self> {
-        let is_possible = |gpus: &usize| *gpus <= profile.gpus() && gpus.is_multiple_of(settings.sequence_ranks);
+    pub(crate) fn by_gpus(request: &Request, profile: &Profile) -> Vec<Self> {
+        let is_possible = |gpus: &usize| *gpus <= profile.gpus() && gpus.is_multiple_of(request.cut.sequence_ranks);
         let known = [1, 2, 4, 8].into_iter().filter(|gpus| profile.gpus() > 1 && is_possible(gpus));
         let on = |gpus| {
             // One micro-batch for each GPU, which is a gradient share.
-            let settings =
-                Settings { gpus, gradient_shares: None, gradient_group: None, gradient_accumulation_steps: None, ..settings.clone() };
-            Machine::of_run(profile, &settings).ok().map(|machine| Self::of(&settings, shape, &machine))
+            let mut request = request.clone();
+            request.cut = StepCut { gpus, shares: None, group: None, ..request.cut };
+            request.wanted.split.accumulation = None;
+            Machine::of_run(profile, &request.cut).ok().map(|machine| Self::of(&request, &machine))
         };
         known.filter_map(on).collect()
     }
 }
 
-fn fits(settings: &Settings, shape: &ModelShape, machine: &Machine) -> bool {
-    Plan::new(settings, shape, machine, false).is_ok_and(|plan| plan.shortage().is_none())
+fn fits(request: &Request, machine: &Machine) -> bool {
+    Plan::new(request, machine, false).is_ok_and(|plan| plan.shortage().is_none())
 }
 
 /// The largest value in `1..=max` that `fits`, or 0. `fits` must be monotonic.
@@ -123,24 +125,20 @@ pub(crate) struct BreakEven {
 }
 
 impl BreakEven {
-    /// The break-even of `settings` for `shape` on `machine`; `None` if nothing can be offloaded.
+    /// The break-even of `request` on `machine`; `None` if nothing can be offloaded.
     ///
     /// # Errors
     /// Errors of [`Plan::new`] and of the simulation.
-    pub(crate) fn of(settings: &Settings, shape: &ModelShape, machine: &Machine) -> Result<Option<Self>> {
-        let sizes = sizes(settings, shape);
-        let all_offloaded = |(batch, seq_length): (usize, usize)| Settings {
-            per_device_train_batch_size: batch,
-            seq_length,
-            gradient_accumulation_steps: Some(1),
-            gradient_shares: None,
-            gradient_group: None,
-            resident_buckets: ResidentBuckets::Count(0),
-            ..settings.clone()
+    pub(crate) fn of(request: &Request, machine: &Machine) -> Result<Option<Self>> {
+        let sizes = sizes(request);
+        let with = |(micro_batch, seq_length): (usize, usize), resident_buckets| {
+            let split = StepSplit { micro_batch, accumulation: Some(1) };
+            let cut = StepCut { seq_length, shares: None, group: None, ..request.cut };
+            Request { cut, wanted: Wanted { split, resident_buckets, ..request.wanted.clone() }, ..request.clone() }
         };
         let (mut hides, mut fitting) = (None, None);
         for size in sizes {
-            let Some((exposed, _)) = exposed_share(&all_offloaded(size), shape, machine)? else { break };
+            let Some((exposed, _)) = exposed_share(&with(size, ResidentBuckets::Count(0)), machine)? else { break };
             fitting = Some(size);
             if exposed < HIDDEN {
                 hides = Some(size);
@@ -148,8 +146,8 @@ impl BreakEven {
             }
         }
         let Some((batch, seq_length)) = hides.map(half).or(fitting) else { return Ok(None) };
-        let below = Settings { resident_buckets: ResidentBuckets::Auto, ..all_offloaded((batch, seq_length)) };
-        let Some((exposed_share, plan)) = exposed_share(&below, shape, machine)? else { return Ok(None) };
+        let below = with((batch, seq_length), ResidentBuckets::Auto);
+        let Some((exposed_share, plan)) = exposed_share(&below, machine)? else { return Ok(None) };
         let buckets = plan.placement.layout.count();
         Ok(Some(Self {
             tokens: hides.map(|(batch, seq_length)| batch * seq_length),
@@ -162,10 +160,10 @@ impl BreakEven {
 }
 
 /// Batches and sequence lengths with ascending tokens: first short sequences, then larger batches.
-fn sizes(settings: &Settings, shape: &ModelShape) -> Vec<(usize, usize)> {
-    let seq_length = settings.seq_length.min(shape.max_positions);
+fn sizes(request: &Request) -> Vec<(usize, usize)> {
+    let seq_length = request.cut.seq_length.min(request.shape().max_positions);
     let shorter = std::iter::successors(Some(seq_length), |s| Some(s / 2)).take_while(|s| *s >= SEQ_LENGTH_MIN.min(seq_length));
-    let shorter = shorter.filter(|length| length.is_multiple_of(settings.sequence_ranks));
+    let shorter = shorter.filter(|length| length.is_multiple_of(request.cut.sequence_ranks));
     let mut sizes: Vec<_> = shorter.map(|seq_length| (1, seq_length)).collect();
     sizes.reverse();
     sizes.extend((2..=4).map(|batch| (batch, seq_length)));
@@ -178,11 +176,11 @@ fn half((batch, seq_length): (usize, usize)) -> (usize, usize) {
 }
 
 /// Fraction of a step in which compute waits for the optimizer; `None` if the plan does not fit.
-fn exposed_share(settings: &Settings, shape: &ModelShape, machine: &Machine) -> Result<Option<(f64, Plan)>> {
-    let plan = Plan::new(settings, shape, machine, false)?;
+fn exposed_share(request: &Request, machine: &Machine) -> Result<Option<(f64, Plan)>> {
+    let plan = Plan::new(request, machine, false)?;
     if plan.shortage().is_some() {
         return Ok(None);
     }
-    let (outcome, ..) = simulate(&plan, shape, &machine.rates.profile, STEPS, 0)?;
+    let (outcome, ..) = simulate(&plan, request.shape(), &machine.rates.profile, STEPS, 0)?;
     Ok(Some(((outcome.exposed.cpu_ms + outcome.exposed.transfer_ms) / outcome.step_ms.median, plan)))
 }

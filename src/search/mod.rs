@@ -1,8 +1,8 @@
-//! The search for the fastest settings, each simulated with the machine's rates.
+//! The search for the fastest choices, each simulated with the machine's rates.
 //!
 //! [`crate::planner::choice`] chooses resident buckets by arithmetic; this module decides the rest. The locations of weights, the policies
-//! of layers and the resident buckets compete for one memory, so they are tried together. The other settings are tried one after another,
-//! each at its other values with the best values so far for the rest. Only settings that the user left open are tried.
+//! of layers and the resident buckets compete for one memory, so they are tried together. The other choices are tried one after another,
+//! each at its other values with the best values so far for the rest. Only choices that the user left open are tried.
 
 use crate::planner::machine::Machine;
 pub(crate) mod limits;
@@ -20,14 +20,13 @@ pub(crate) mod report;
 ))]
 mod tests;
 
-use crate::config::describe;
-use crate::config::options::{ActivationsChoice, CastSide, ResidentBuckets, Technique, WeightsChoice};
-use crate::config::settings::Settings;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
-use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
 use crate::planner::resolve::SLOTS;
+use crate::request::Request;
+use crate::request::choices::{ActivationsChoice, CastSide, ResidentBuckets, Technique, WeightsChoice};
+use crate::request::wanted::Wanted;
 use crate::simulate::clip::Clip;
 use crate::simulate::outcome::Outcome;
 use crate::simulate::simulate;
@@ -46,12 +45,10 @@ const WORTH: f64 = 0.995;
 /// Maximum number of concurrent simulations. Each reserves as much address space as its plan has memory.
 const WORKERS_MAX: usize = 16;
 
-/// Settings and their simulated step.
+/// Choices and their simulated step.
 #[derive(Clone, Debug)]
 pub(crate) struct Candidate {
-    /// Differences from the defaults as flags; empty if there are none.
-    pub flags: Vec<String>,
-    pub settings: Settings,
+    pub(crate) wanted: Wanted,
     pub plan: Plan,
     pub outcome: Outcome,
 }
@@ -76,26 +73,27 @@ pub(crate) struct Ranking {
     pub(crate) unfit: usize,
 }
 
-/// The plan of a run with `settings` on `machine`, with memory for a timeline if `trace`: the best simulated choice of all open settings.
-/// On the CPU device, which has no assumed rates, the result of [`Plan::new`].
-pub(crate) fn best_plan(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Plan> {
+/// The plan of `request` on `machine`, with memory for a timeline if `trace`: the best simulated choice of all that is open. On the CPU
+/// device, which has no assumed rates, the result of [`Plan::new`].
+pub(crate) fn best_plan(request: &Request, machine: &Machine, trace: bool) -> Result<Plan> {
     if machine.kind == DeviceKind::Cpu {
-        return largest_that_fits(settings, shape, machine, trace);
+        return largest_that_fits(request, machine, trace);
     }
-    let ranking = SearchQuery::new(settings, shape, machine).rank()?;
+    let ranking = SearchQuery::new(request, machine).rank()?;
     let best = &ranking.candidates[0];
-    let plan = Plan::new(&best.settings, shape, machine, trace)?;
+    let chosen = request.with(best.wanted.clone());
+    let plan = Plan::new(&chosen, machine, trace)?;
     // The timeline needs host memory, too.
-    plan.check_fits(&best.settings, shape)?;
+    plan.check_fits(&chosen)?;
     Ok(plan.with_simulated_step(best.outcome.step_ms.median))
 }
 
 /// The plan with the largest micro-batches that fit.
-fn largest_that_fits(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Plan> {
-    let plans = settings.splits()?.into_iter().map(|split| (Plan::new(&split, shape, machine, trace), split));
+fn largest_that_fits(request: &Request, machine: &Machine, trace: bool) -> Result<Plan> {
     let mut last = Err(Error::usage("nothing to choose from"));
-    for (plan, split) in plans {
-        last = plan.and_then(|plan| plan.check_fits(&split, shape).map(|()| plan));
+    for split in request.splits()? {
+        let request = request.with(split);
+        last = Plan::new(&request, machine, trace).and_then(|plan| plan.check_fits(&request).map(|()| plan));
         if !matches!(last, Err(Error::Resource { .. })) {
             break;
         }
@@ -105,9 +103,8 @@ fn largest_that_fits(settings: &Settings, shape: &ModelShape, machine: &Machine,
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SearchQuery<'a> {
-    /// Base of every candidate. Settings that differ from their default stay fixed.
-    pub settings: &'a Settings,
-    pub shape: &'a ModelShape,
+    /// Base of every candidate. Choices that are not open stay fixed.
+    pub request: &'a Request,
     pub machine: &'a Machine,
     scope: Scope,
 }
@@ -115,7 +112,7 @@ pub(crate) struct SearchQuery<'a> {
 /// Extent of a search.
 #[derive(Clone, Copy, Debug)]
 struct Scope {
-    settings: &'static [Setting],
+    choices: &'static [OpenChoice],
     /// Steps simulated for each candidate.
     steps: Steps,
     /// Maximum number of simulation threads.
@@ -123,17 +120,17 @@ struct Scope {
 }
 
 impl Scope {
-    const ALL: Self = Self { settings: &SETTINGS, steps: STEPS, workers_max: WORKERS_MAX };
+    const ALL: Self = Self { choices: &CHOICES, steps: STEPS, workers_max: WORKERS_MAX };
 
     /// A search over placements during a run. It uses one thread, because the run needs the CPUs.
     fn places(steps: Steps) -> Self {
-        Self { settings: &[placement, residency_nearby, sharing, slots], steps, workers_max: 1 }
+        Self { choices: &[placement, residency_nearby, sharing, slots], steps, workers_max: 1 }
     }
 }
 
 impl<'a> SearchQuery<'a> {
-    pub(crate) fn new(settings: &'a Settings, shape: &'a ModelShape, machine: &'a Machine) -> Self {
-        Self { settings, shape, machine, scope: Scope::ALL }
+    pub(crate) fn new(request: &'a Request, machine: &'a Machine) -> Self {
+        Self { request, machine, scope: Scope::ALL }
     }
 }
 
@@ -145,27 +142,24 @@ impl SearchQuery<'_> {
     pub(crate) fn rank(&self) -> Result<Ranking> {
         let mut ranking = Ranking { candidates: Vec::new(), unfit: 0 };
         let mut best: Option<Candidate> = None;
-        self.weigh(&self.settings.splits()?, &mut best, &mut ranking)?;
+        self.weigh(&self.request.splits()?, &mut best, &mut ranking)?;
         if best.is_none() {
             return Err(self.refusal()?);
         }
-        for setting in self.scope.settings {
-            let others = best.as_ref().map_or_else(Vec::new, |from| setting(self, from));
+        for choice in self.scope.choices {
+            let others = best.as_ref().map_or_else(Vec::new, |from| choice(self, from));
             self.weigh(&others, &mut best, &mut ranking)?;
         }
         ranking.candidates.sort_by(|a, b| a.mean_s().total_cmp(&b.mean_s()));
         // The best candidate has the fewest changes among those of nearly equal speed.
-        let at = ranking.candidates.iter().position(|candidate| best.as_ref().is_some_and(|best| candidate.flags == best.flags));
+        let at = ranking.candidates.iter().position(|candidate| best.as_ref().is_some_and(|best| candidate.wanted == best.wanted));
         ranking.candidates[..=at.unwrap_or(0)].rotate_right(1);
         Ok(ranking)
     }
 
     /// Plans and simulates the new candidates. A candidate that is enough faster replaces `best`.
-    fn weigh(&self, all: &[Settings], best: &mut Option<Candidate>, ranking: &mut Ranking) -> Result<()> {
-        let is_new = |settings: &&Settings| {
-            let flags = flags(self.settings, settings);
-            !ranking.candidates.iter().any(|candidate| candidate.flags == flags)
-        };
+    fn weigh(&self, all: &[Wanted], best: &mut Option<Candidate>, ranking: &mut Ranking) -> Result<()> {
+        let is_new = |wanted: &&Wanted| !ranking.candidates.iter().any(|candidate| candidate.wanted == **wanted);
         let new: Vec<_> = all.iter().filter(is_new).cloned().collect();
         for candidate in self.candidates(&new) {
             let Some(candidate) = candidate? else {
@@ -182,11 +176,11 @@ impl SearchQuery<'_> {
 
     /// Candidates in order, computed by several threads. Each thread takes the next one, because candidates are independent and those that
     /// do not fit take no time.
-    fn candidates(&self, all: &[Settings]) -> Vec<Result<Option<Candidate>>> {
+    fn candidates(&self, all: &[Wanted]) -> Vec<Result<Option<Candidate>>> {
         let workers = available_parallelism().map_or(1, usize::from).min(self.scope.workers_max).min(all.len());
         let taken = AtomicUsize::new(0);
         let next = || all.iter().enumerate().nth(taken.fetch_add(1, Ordering::Relaxed));
-        let work = || iter::from_fn(next).map(|(nth, settings)| (nth, self.candidate(settings))).collect::<Vec<_>>();
+        let work = || iter::from_fn(next).map(|(nth, wanted)| (nth, self.candidate(wanted))).collect::<Vec<_>>();
         let mut done: Vec<_> = thread::scope(|scope| {
             let workers: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
             workers.into_iter().flat_map(|worker| worker.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
@@ -195,28 +189,31 @@ impl SearchQuery<'_> {
         done.into_iter().map(|(_, candidate)| candidate).collect()
     }
 
-    /// The candidate with `settings`; `None` if it does not fit or its settings contradict each other.
-    pub(super) fn candidate(&self, settings: &Settings) -> Result<Option<Candidate>> {
-        let flags = flags(self.settings, settings);
-        let plan = match Plan::new(settings, self.shape, self.machine, false) {
-            Err(Error::Usage(_)) if !flags.is_empty() => return Ok(None),
+    /// The candidate with these choices; `None` if it does not fit or its choices contradict each other.
+    pub(super) fn candidate(&self, wanted: &Wanted) -> Result<Option<Candidate>> {
+        let plan = match self.plan(wanted) {
+            Err(Error::Usage(_)) if *wanted != self.request.wanted => return Ok(None),
             plan => plan?,
         };
         if plan.shortage().is_some() {
             return Ok(None);
         }
-        let (outcome, ..) = simulate(&plan, self.shape, &self.machine.rates.profile, self.scope.steps, 0)?;
+        let (outcome, ..) = simulate(&plan, self.request.shape(), &self.machine.rates.profile, self.scope.steps, 0)?;
         progress::count();
         let plan = plan.with_simulated_step(outcome.step_ms.median);
-        Ok(Some(Candidate { flags, settings: settings.clone(), plan, outcome }))
+        Ok(Some(Candidate { wanted: wanted.clone(), plan, outcome }))
     }
 
-    /// These settings with the most resident buckets that need no gradient ring; `None` if their plan has no ring.
-    fn most_without_grad_ring(&self, settings: &Settings) -> Option<Settings> {
-        let with = |count| Settings { resident_buckets: ResidentBuckets::Count(count), ..settings.clone() };
-        let plan = |settings: &Settings| Plan::new(settings, self.shape, self.machine, false).ok();
+    fn plan(&self, wanted: &Wanted) -> Result<Plan> {
+        Plan::new(&self.request.with(wanted.clone()), self.machine, false)
+    }
+
+    /// These choices with the most resident buckets that need no gradient ring; `None` if their plan has no ring.
+    fn most_without_grad_ring(&self, wanted: &Wanted) -> Option<Wanted> {
+        let with = |count| Wanted { resident_buckets: ResidentBuckets::Count(count), ..wanted.clone() };
+        let plan = |wanted: &Wanted| self.plan(wanted).ok();
         let has_capacity = |count| plan(&with(count)).is_some_and(|plan| plan.placement.rings.grads.is_none() && plan.shortage().is_none());
-        let ringed = plan(settings).filter(|plan| plan.placement.rings.grads.is_some())?;
+        let ringed = plan(wanted).filter(|plan| plan.placement.rings.grads.is_some())?;
         let (mut fits, mut most) = (0, ringed.placement.layout.count() - ringed.placement.layout.offloaded());
         while most - fits > 1 {
             let middle = fits.midpoint(most);
@@ -227,15 +224,16 @@ impl SearchQuery<'_> {
 
     fn refusal(&self) -> Result<Error> {
         // The error refers to the smallest micro-batches.
-        let settings = self.settings.splits()?.pop().unwrap_or_else(|| self.settings.clone());
-        let plan = Plan::new(&settings, self.shape, self.machine, false)?;
-        Ok(plan.check_fits(&settings, self.shape).err().unwrap_or_else(|| Error::usage("nothing to choose from")))
+        let smallest = self.request.splits()?.pop().unwrap_or_else(|| self.request.wanted.clone());
+        let request = self.request.with(smallest);
+        let plan = Plan::new(&request, self.machine, false)?;
+        Ok(plan.check_fits(&request).err().unwrap_or_else(|| Error::usage("nothing to choose from")))
     }
 
     /// The open activation policies, the requested one first. If attention takes long, the automatic policy copies its output to the host.
     /// Otherwise `host-attention` is not tried, because no run has shown a gain.
     fn policies(&self) -> Vec<ActivationsChoice> {
-        let requested = self.settings.activations;
+        let requested = self.request.wanted.activations;
         let tried = |policy: &ActivationsChoice| ![requested, ActivationsChoice::HostAttention].contains(policy);
         let others = ActivationsChoice::value_variants().iter().copied().filter(tried);
         let others = others.filter(|_| requested == ActivationsChoice::Auto);
@@ -243,31 +241,20 @@ impl SearchQuery<'_> {
     }
 
     fn is_residency_open(&self, from: &Candidate) -> bool {
-        self.settings.resident_buckets == ResidentBuckets::Auto && from.plan.protocol.techniques.repartition
+        self.request.wanted.resident_buckets == ResidentBuckets::Auto && from.plan.protocol.techniques.repartition
     }
 }
 
-/// Flags that turn `requested` into `settings`.
-fn flags(requested: &Settings, settings: &Settings) -> Vec<String> {
-    let mut changed = settings.unlike(requested);
-    changed.sort_by_key(|(name, _)| PRINTED_FIRST.iter().position(|first| first == name).unwrap_or(PRINTED_FIRST.len()));
-    changed.into_iter().map(|(name, value)| describe::flag(name, &value)).collect()
-}
+/// Choices that differ from a candidate's in one aspect; empty if the user fixed it.
+type OpenChoice = fn(&SearchQuery, &Candidate) -> Vec<Wanted>;
 
-/// Order of the flags in an answer, the most important first. The rest follows in the order of the settings table.
-const PRINTED_FIRST: [&str; 7] =
-    ["per_device_train_batch_size", "gradient_accumulation_steps", "activations", "weights", "resident_buckets", "bucket_mib", "cast"];
-
-/// Settings that differ from a candidate's in one aspect; empty if the user fixed it.
-type Setting = fn(&SearchQuery, &Candidate) -> Vec<Settings>;
-
-const SETTINGS: [Setting; 9] = [placement, residency_nearby, bucket_mib, sharing, residency_nearby, cast, slots, threads, techniques];
+const CHOICES: [OpenChoice; 9] = [placement, residency_nearby, bucket_mib, sharing, residency_nearby, cast, slots, threads, techniques];
 
 /// Device memory: location of weights, policies of layers, resident buckets. The best policy for the maximum of resident buckets is rarely
 /// the best for fewer, and streamed weights leave room for both.
-fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
-    let requested = query.settings.weights;
-    let can_stream = requested == WeightsChoice::Auto && query.settings.ranks() == 1 && from.plan.placement.rings.weights.is_none();
+fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Wanted> {
+    let requested = query.request.wanted.weights;
+    let can_stream = requested == WeightsChoice::Auto && query.request.cut.ranks() == 1 && from.plan.placement.rings.weights.is_none();
     let weights = [requested].into_iter().chain(can_stream.then_some(WeightsChoice::Flow));
     weights.flat_map(|weights| placed(query, from, weights)).collect()
 }
@@ -275,53 +262,53 @@ fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
 /// Weights sharded over the devices of each process although they fit on each device, so that layers may keep more activations. Also tried
 /// if the best candidate so far shards only because weights do not fit next to its resident buckets: with fewer buckets they would. Tried
 /// last, with all other settings at their best.
-fn sharing(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
-    let Settings { weights: requested, processes, resident_buckets, .. } = *query.settings;
-    let can_share = requested == WeightsChoice::Auto && query.settings.ranks() > processes;
-    let from = Candidate { settings: Settings { resident_buckets, ..from.settings.clone() }, ..from.clone() };
+fn sharing(query: &SearchQuery, from: &Candidate) -> Vec<Wanted> {
+    let Wanted { weights: requested, resident_buckets, .. } = query.request.wanted;
+    let can_share = requested == WeightsChoice::Auto && query.request.cut.ranks() > query.request.cut.processes;
+    let from = Candidate { wanted: Wanted { resident_buckets, ..from.wanted.clone() }, ..from.clone() };
     if can_share { placed(query, &from, WeightsChoice::Sharded) } else { Vec::new() }
 }
 
 /// With this location of weights: every policy with several numbers of resident buckets.
-fn placed(query: &SearchQuery, from: &Candidate, weights: WeightsChoice) -> Vec<Settings> {
-    let with = |activations| Settings { activations, weights, ..from.settings.clone() };
+fn placed(query: &SearchQuery, from: &Candidate, weights: WeightsChoice) -> Vec<Wanted> {
+    let with = |activations| Wanted { activations, weights, ..from.wanted.clone() };
     query.policies().into_iter().flat_map(|policy| residencies(query, from, with(policy))).collect()
 }
 
 /// Numbers of resident buckets: as many as fit; as many as fit without a gradient ring, because with a ring the backward pass waits for the
 /// pool and a clipped step cannot hide that; and, if the policy is open, eighths of all buckets, which leave room for activations.
-fn residencies(query: &SearchQuery, from: &Candidate, settings: Settings) -> Vec<Settings> {
-    let mut all = vec![settings.clone()];
+fn residencies(query: &SearchQuery, from: &Candidate, wanted: Wanted) -> Vec<Wanted> {
+    let mut all = vec![wanted.clone()];
     if query.is_residency_open(from) {
-        all.extend(query.most_without_grad_ring(&settings));
-        let with = |count| Settings { resident_buckets: ResidentBuckets::Count(count), ..settings.clone() };
-        let eighths = if settings.activations == query.settings.activations { 0..8 } else { 0..0 };
+        all.extend(query.most_without_grad_ring(&wanted));
+        let with = |count| Wanted { resident_buckets: ResidentBuckets::Count(count), ..wanted.clone() };
+        let eighths = if wanted.activations == query.request.wanted.activations { 0..8 } else { 0..0 };
         all.extend(eighths.map(|eighths| with(from.plan.placement.layout.count() * eighths / 8)));
     }
     all
 }
 
 /// A few resident buckets more or fewer than the best so far, between the values already tried and just below the maximum.
-fn residency_nearby(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
+fn residency_nearby(query: &SearchQuery, from: &Candidate) -> Vec<Wanted> {
     let layout = &from.plan.placement.layout;
     let resident = layout.count() - layout.offloaded();
     let steps = [layout.count() / 16, layout.count() / 32];
     let nearby = steps.into_iter().flat_map(|step| [resident.saturating_sub(step), resident + step]).filter(|near| *near != resident);
-    let with = |count| Settings { resident_buckets: ResidentBuckets::Count(count), ..from.settings.clone() };
+    let with = |count| Wanted { resident_buckets: ResidentBuckets::Count(count), ..from.wanted.clone() };
     nearby.filter(|_| query.is_residency_open(from)).map(with).collect()
 }
 
 /// Bucket sizes for every policy, because each policy has its own best size. On an H200 a 14 B model gains 1 % with buckets of 256 MiB if
 /// it recomputes blocks, and nothing if it keeps inputs on the host.
-fn bucket_mib(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
-    let requested = query.settings;
+fn bucket_mib(query: &SearchQuery, from: &Candidate) -> Vec<Wanted> {
+    let requested = &query.request.wanted;
     // With another size, a fixed number of resident buckets would be another choice.
     if requested.bucket_mib.is_some() || matches!(requested.resident_buckets, ResidentBuckets::Count(1..)) {
         return Vec::new();
     }
     let bucket_bytes = from.plan.placement.layout.bucket_elems() * from.plan.recipe.numerics.dtype.bytes();
     // Rings and exchange buffers grow with buckets and may need the memory of one.
-    let resized = |mib: usize| match from.settings.resident_buckets {
+    let resized = |mib: usize| match from.wanted.resident_buckets {
         ResidentBuckets::Count(count) => {
             let (same, grows) = (count * bucket_bytes / (mib << 20), mib << 20 > bucket_bytes);
             [Some(same), same.checked_sub(1).filter(|_| grows)].map(|count| count.map(ResidentBuckets::Count))
@@ -329,36 +316,36 @@ fn bucket_mib(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
         other => [Some(other), None],
     };
     let with = |activations, mib| {
-        let of = move |resident_buckets| Settings { activations, resident_buckets, bucket_mib: Some(mib as f64), ..from.settings.clone() };
+        let of = move |resident_buckets| Wanted { activations, resident_buckets, bucket_mib: Some(mib as f64), ..from.wanted.clone() };
         resized(mib).into_iter().flatten().map(of)
     };
     let sizes = |policy| [16, 32, 128, 256].into_iter().flat_map(move |mib| with(policy, mib));
     query.policies().into_iter().flat_map(sizes).collect()
 }
 
-fn cast(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
-    let is_open = query.settings.cast == Settings::default().cast && from.plan.protocol.techniques.superchip_cast;
-    is_open.then(|| Settings { cast: CastSide::Device, ..from.settings.clone() }).into_iter().collect()
+fn cast(query: &SearchQuery, from: &Candidate) -> Vec<Wanted> {
+    let is_open = query.request.wanted.cast == CastSide::Auto && from.plan.protocol.techniques.superchip_cast;
+    is_open.then(|| Wanted { cast: CastSide::Device, ..from.wanted.clone() }).into_iter().collect()
 }
 
 /// Numbers of slots. A bucket's last gradient keeps its slot until the new one arrives, so the slots beyond the number of buckets limit how
 /// far copies run ahead of the pool. With a gradient ring the backward pass waits for these copies.
-fn slots(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
-    let is_open = query.settings.slots.is_none();
-    let others = [4, SLOTS, 16, 32, 64].into_iter().filter(|slots| is_open && *slots != from.settings.slots.unwrap_or(SLOTS));
-    others.map(|slots| Settings { slots: Some(slots), ..from.settings.clone() }).collect()
+fn slots(query: &SearchQuery, from: &Candidate) -> Vec<Wanted> {
+    let is_open = query.request.wanted.slots.is_none();
+    let others = [4, SLOTS, 16, 32, 64].into_iter().filter(|slots| is_open && *slots != from.wanted.slots.unwrap_or(SLOTS));
+    others.map(|slots| Wanted { slots: Some(slots), ..from.wanted.clone() }).collect()
 }
 
-fn threads(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
-    let (workers, is_open) = (from.plan.site.threads, query.settings.threads.is_none());
+fn threads(query: &SearchQuery, from: &Candidate) -> Vec<Wanted> {
+    let (workers, is_open) = (from.plan.site.threads, query.request.wanted.threads.is_none());
     let fewer = [workers - workers / 8, workers - workers / 4].into_iter();
     let fewer = fewer.filter(|threads| is_open && (1..workers).contains(threads));
-    fewer.map(|threads| Settings { threads: Some(threads), ..from.settings.clone() }).collect()
+    fewer.map(|threads| Wanted { threads: Some(threads), ..from.wanted.clone() }).collect()
 }
 
-fn techniques(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
-    let (on, is_open) = (from.plan.protocol.techniques, query.settings.without.is_empty());
+fn techniques(query: &SearchQuery, from: &Candidate) -> Vec<Wanted> {
+    let (on, is_open) = (from.plan.protocol.techniques, query.request.wanted.without.is_empty());
     let all = [(Technique::Stv, on.stv), (Technique::DeadlineOrder, on.deadline_order), (Technique::EarlyCommit, on.early_commit)];
     let off = all.into_iter().filter(|(_, on)| is_open && *on);
-    off.map(|(technique, _)| Settings { without: vec![technique], ..from.settings.clone() }).collect()
+    off.map(|(technique, _)| Wanted { without: vec![technique], ..from.wanted.clone() }).collect()
 }

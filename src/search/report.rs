@@ -2,7 +2,6 @@
 
 use super::limits::{BreakEven, LargestModel, Limits};
 use super::{Candidate, SearchQuery, WORTH};
-use crate::config::settings::Settings;
 use crate::error::Result;
 use crate::facts::HardwareFacts;
 use crate::facts::{ModelFacts, PlanFacts};
@@ -12,6 +11,7 @@ use crate::memory::{DeviceMemory, MemorySpace};
 use crate::planner::budget::Balance;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
+use crate::request::wanted::Wanted;
 use crate::units::{Bytes, Count, counted};
 use serde::Serialize;
 use std::fmt;
@@ -74,10 +74,10 @@ pub(crate) struct Step {
 }
 
 impl Step {
-    fn of(candidate: &Candidate) -> Self {
+    fn of(candidate: &Candidate, requested: &Wanted) -> Self {
         let outcome = &candidate.outcome;
         Self {
-            flags: candidate.flags.clone(),
+            flags: candidate.wanted.flags(requested),
             streamed_bytes: candidate
                 .plan
                 .placement
@@ -155,27 +155,23 @@ impl SearchReport {
         let distinct = ranking.candidates[1..].iter().filter(|other| differ(&other.plan, &best.plan));
         let busy = busy(best);
         // Larger dimensions may choose the open settings anew.
-        let requested = Settings {
-            tokens_per_step: None,
-            per_device_train_batch_size: best.settings.per_device_train_batch_size,
-            gradient_accumulation_steps: best.settings.gradient_accumulation_steps,
-            ..query.settings.clone()
-        };
+        let mut requested = query.request.clone();
+        (requested.cut.tokens, requested.wanted.split) = (None, best.wanted.split);
         Ok(Self {
             hardware: HardwareFacts::of(profile),
-            model: ModelFacts::new(config.into(), query.shape),
-            alternatives: distinct.take(ALTERNATIVES).map(Step::of).collect(),
+            model: ModelFacts::new(config.into(), query.request.shape()),
+            alternatives: distinct.take(ALTERNATIVES).map(|other| Step::of(other, &query.request.wanted)).collect(),
             candidates: ranking.candidates.len(),
             unfit: ranking.unfit,
             binds: busy[0],
             busy,
             memory: memory(&best.plan),
             what_if: what_if(query, best)?,
-            limits: Limits::of(&requested, query.shape, query.machine),
-            largest_by_gpus: LargestModel::by_gpus(&requested, query.shape, profile),
-            break_even: BreakEven::of(&requested, query.shape, query.machine)?,
+            limits: Limits::of(&requested, query.machine),
+            largest_by_gpus: LargestModel::by_gpus(&requested, profile),
+            break_even: BreakEven::of(&requested, query.machine)?,
             plan: best.plan.clone().for_another_machine(),
-            best: Step::of(best),
+            best: Step::of(best, &query.request.wanted),
         })
     }
 }
@@ -230,8 +226,8 @@ fn memory(plan: &Plan) -> Vec<MemoryNeed> {
 /// Repeats the query on machines with more of one resource.
 fn what_if(query: SearchQuery, best: &Candidate) -> Result<Vec<WhatIf>> {
     // The user's memory limits belong to the present machine.
-    let machine = query.machine.limited(query.settings);
-    let settings = Settings { hbm_limit: None, host_limit: None, ..query.settings.clone() };
+    let mut request = query.request.clone();
+    let machine = query.machine.limited(request.site.hbm_limit.take(), request.site.host_limit.take());
     let with = |rates: Rates| Machine { rates: Arc::new(rates), ..machine.clone() };
     let mut machines = vec![
         ("the host's memory and optimizer were faster", with(machine.rates.with_faster_host(MORE))),
@@ -246,7 +242,7 @@ fn what_if(query: SearchQuery, best: &Candidate) -> Result<Vec<WhatIf>> {
         machines.push(("the device's memory were larger", Machine { device, ..machine.clone() }));
     }
     let what_if = |(change, machine): (&str, Machine)| -> Result<WhatIf> {
-        let ranking = SearchQuery { settings: &settings, machine: &machine, ..query }.rank()?;
+        let ranking = SearchQuery { request: &request, machine: &machine, ..query }.rank()?;
         Ok(WhatIf::new(change, &ranking.candidates[0], best))
     };
     machines.into_iter().map(what_if).collect()
@@ -316,6 +312,7 @@ impl fmt::Display for BreakEven {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::settings::Settings;
     use crate::model::presets;
     use std::path::Path;
 
@@ -325,7 +322,8 @@ mod tests {
         let machine = Machine::of(&profile);
         let candidate = |batch| {
             let settings = Settings { per_device_train_batch_size: batch, seq_length: 512, ..Settings::default() };
-            SearchQuery::new(&settings, &shape, &machine).candidate(&settings).unwrap().unwrap()
+            let request = settings.request(&shape);
+            SearchQuery::new(&request, &machine).candidate(&request.wanted).unwrap().unwrap()
         };
         let (fast, slow) = (candidate(1), candidate(8));
         let what_if = |changed, in_hand| {

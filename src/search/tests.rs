@@ -4,7 +4,6 @@
 use super::limits::{LargestModel, Limits};
 use super::report::SearchReport;
 use super::{Candidate, Ranking, Scope, SearchQuery, bucket_mib, sharing};
-use crate::config::options::{ActivationsChoice, ExpertProductsChoice, ResidentBuckets, Strategy, Technique, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
 use crate::hardware::peer_route::PeerRoute;
@@ -20,6 +19,8 @@ use crate::model::tensors::TensorTable;
 use crate::optim::moments::Moments;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
+use crate::request::choices::{ActivationsChoice, ExpertProductsChoice, ResidentBuckets, Strategy, Technique, WeightsChoice};
+use crate::request::wanted::Wanted;
 use crate::simulate::clip::Clip;
 use crate::simulate::simulate;
 use crate::simulate::timed::Steps;
@@ -35,7 +36,7 @@ use std::sync::Arc;
 const GIB: u64 = 1 << 30;
 
 fn rank(settings: &Settings, shape: &ModelShape, machine: &Machine) -> crate::error::Result<Ranking> {
-    SearchQuery::new(settings, shape, machine).rank()
+    SearchQuery::new(&settings.request(shape), machine).rank()
 }
 
 fn model(name: &str, layers: usize) -> ModelShape {
@@ -70,7 +71,7 @@ proptest! {
         }
         let best = &ranking.candidates[0];
         let again = rank(&settings, &shape, &machine).unwrap();
-        prop_assert_eq!((&again.candidates[0].flags, again.candidates[0].mean_s()), (&best.flags, best.mean_s()));
+        prop_assert_eq!((&again.candidates[0].wanted, again.candidates[0].mean_s()), (&best.wanted, best.mean_s()));
         let more = match which {
             0 => h200((hbm as f64 * gain) as u64, host, (*rates).clone()),
             1 => h200(hbm, host, rates.with_faster_link(gain)),
@@ -120,8 +121,8 @@ fn qwen2_5_14b_is_cut_into_small_micro_batches() {
         let settings = Settings { per_device_train_batch_size: batch.max(1), ..requested };
         // Settings that decide between the two. A whole step is 32 sequences, which takes long to simulate, too.
         let steps = Steps { warmup: 1, timed: 2, clip: Clip::Never };
-        let scope = Scope { settings: &[super::placement], steps, ..Scope::ALL };
-        let ranking = SearchQuery { settings: &settings, shape: &shape, machine: &machine, scope }.rank().unwrap();
+        let scope = Scope { choices: &[super::placement], steps, ..Scope::ALL };
+        let ranking = SearchQuery { request: &settings.request(&shape), machine: &machine, scope }.rank().unwrap();
         let best = &ranking.candidates[0];
         (best.plan.recipe.step.micro_batch, 131_072.0 / best.mean_s())
     };
@@ -134,7 +135,7 @@ fn on_cpus_micro_batches_are_as_large_as_fits() {
     let shape = model("llama-8b", 1);
     let settings = Settings { seq_length: 1024, tokens_per_step: Some(64 * 1024), is_batch_open: true, ..Settings::default() };
     let with = |host_bytes| Machine { host_bytes, ..Machine::cpu(4) };
-    let plan = |host_bytes| super::best_plan(&settings, &shape, &with(host_bytes), false);
+    let plan = |host_bytes| super::best_plan(&settings.request(&shape), &with(host_bytes), false);
     let whole = plan(1 << 40).unwrap();
     assert_eq!((whole.recipe.step.micro_batch, whole.recipe.step.micro_batches), (64, 1));
     let needed = whole.balances()[1].needed;
@@ -161,8 +162,9 @@ fn no_residency_by_hand_is_much_better_than_the_search() {
             for sixteenths in (0..=16).step_by(sweep(4, 1)) {
                 let resident_buckets = ResidentBuckets::Count(buckets * sixteenths / 16);
                 let settings = Settings { activations, resident_buckets, ..settings.clone() };
-                let query = SearchQuery::new(&settings, &shape, &machine);
-                let Some(by_hand) = query.candidate(&settings).unwrap() else { continue };
+                let request = settings.request(&shape);
+                let query = SearchQuery::new(&request, &machine);
+                let Some(by_hand) = query.candidate(&request.wanted).unwrap() else { continue };
                 let better = found.mean_s() / by_hand.mean_s() - 1.0;
                 assert!(better < 1.0 / SWEEP_PARTS, "{name} in {hbm} GiB: {activations:?}, {resident_buckets} resident: {better:+.3}");
             }
@@ -185,8 +187,9 @@ fn no_number_of_slots_by_hand_is_much_better_than_the_search() {
     };
     let found = rank(&settings, &shape, &machine).unwrap().candidates[0].clone();
     assert!(found.plan.placement.rings.grads.is_some());
-    let query = SearchQuery::new(&settings, &shape, &machine);
-    let by_hand = |slots| query.candidate(&Settings { slots: Some(slots), ..settings.clone() }).unwrap().unwrap();
+    let request = settings.request(&shape);
+    let query = SearchQuery::new(&request, &machine);
+    let by_hand = |slots| query.candidate(&Wanted { slots: Some(slots), ..request.wanted.clone() }).unwrap().unwrap();
     for slots in [1, 8, 48, 128] {
         let better = found.mean_s() / by_hand(slots).mean_s() - 1.0;
         assert!(better < 1.0 / SWEEP_PARTS, "{slots} slots: {better:+.3}");
@@ -199,8 +202,9 @@ fn no_number_of_slots_by_hand_is_much_better_than_the_search() {
 fn larger_buckets_are_also_tried_with_one_resident_fewer() {
     let (shape, machine) = (model("qwen3-4b", 12), h200(80, 125, (*Rates::assumed()).clone()));
     let settings = Settings { activations: ActivationsChoice::Keep, ..Settings::default() };
-    let query = SearchQuery::new(&settings, &shape, &machine);
-    let from = query.candidate(&Settings { resident_buckets: ResidentBuckets::Count(20), ..settings.clone() }).unwrap().unwrap();
+    let request = settings.request(&shape);
+    let query = SearchQuery::new(&request, &machine);
+    let from = query.candidate(&Wanted { resident_buckets: ResidentBuckets::Count(20), ..request.wanted.clone() }).unwrap().unwrap();
     let tried: Vec<_> = bucket_mib(&query, &from).iter().map(|tried| (tried.bucket_mib, tried.resident_buckets)).collect();
     let expected = [(16.0, 80), (32.0, 40), (128.0, 10), (128.0, 9), (256.0, 5), (256.0, 4)];
     assert_eq!(tried, expected.map(|(mib, count)| (Some(mib), ResidentBuckets::Count(count))));
@@ -218,7 +222,7 @@ fn step_of_several(
     change(&mut machine);
     let settings =
         Settings { gpus, seq_length: 4096, per_device_train_batch_size: 4, activations, resident_buckets, ..Settings::default() };
-    let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
+    let plan = Plan::new(&settings.request(&shape), &machine, false).unwrap();
     assert!(plan.shortage().is_none(), "{plan}");
     let steps = Steps { warmup: 2, timed: 2, clip: Clip::Never };
     simulate(&plan, &shape, "several", steps, 0).unwrap().0.step_ms.median
@@ -239,7 +243,7 @@ fn weights_stream_while_layers_compute_whose_weights_stay() {
         resident_buckets: ResidentBuckets::Count(78),
         ..Settings::default()
     };
-    let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
+    let plan = Plan::new(&settings.request(&shape), &machine, false).unwrap();
     let (period, streamed) = plan.placement.rings.weights.map(|ring| (ring.period_elems, ring.ringed_elems)).unwrap();
     assert!(plan.shortage().is_none() && streamed > 5 * period, "{plan}");
     let step = simulate(&plan, &shape, "streamed", Steps { warmup: 2, timed: 2, clip: Clip::Never }, 0).unwrap().0;
@@ -259,7 +263,7 @@ fn products_of_experts_take_their_own_rate() {
     let step = |shape: &ModelShape, rate| {
         let expert_products = ExpertProductsChoice::Own;
         let settings = Settings { seq_length: 4096, per_device_train_batch_size: 4, expert_products, ..Settings::default() };
-        let plan = Plan::new(&settings, shape, &with_grouped(rate), false).unwrap();
+        let plan = Plan::new(&settings.request(shape), &with_grouped(rate), false).unwrap();
         (simulate(&plan, shape, "grouped", steps, 0).unwrap().0.step_ms.median, plan.to_string())
     };
     let [(fast, output), (slow, _), (assumed, message)] = [Some(4e14), Some(2e14), None].map(|rate| step(&model("olmoe-1b-7b", 8), rate));
@@ -357,7 +361,8 @@ fn an_answer_names_the_bottleneck_the_alternatives_and_the_limits() {
     let (shape, machine) = (model("llama-8b", 32), Machine::of(&profile));
     let settings =
         Settings { seq_length: 4096, per_device_train_batch_size: 4, bucket_mib: sweep(Some(256.0), None), ..Settings::default() };
-    let query = SearchQuery::new(&settings, &shape, &machine);
+    let request = settings.request(&shape);
+    let query = SearchQuery::new(&request, &machine);
     let report = SearchReport::of(query, "llama-8b", &profile).unwrap();
     assert!(report.alternatives.len() == 2 && report.what_if.len() == 4 && report.limits.batch >= 4 && report.limits.layers >= 32);
     assert!(report.limits.seq_length >= 2 * 4096, "{:?}", report.limits);
@@ -396,7 +401,7 @@ fn limits_differ_from_those_without_streaming() {
     let shape = ModelShape { max_positions: 1536, ..model("qwen3-4b", 12) };
     let machine = h200(140, 126, (*Rates::assumed()).clone());
     let settings = Settings { weights: WeightsChoice::Flow, seq_length: 512, ..Settings::default() };
-    let limits = |shape| Limits::of(&settings, shape, &machine);
+    let limits = |shape| Limits::of(&settings.request(shape), &machine);
     assert!(limits(&shape).batch > 8 && limits(&shape).layers > 36, "{:?}", limits(&shape));
     assert_eq!((limits(&shape).seq_length, limits(&shape).seq_length_is_the_models), (1536, true));
     assert_eq!(limits(&model("qwen3-4b", 1)).layers, 0);
@@ -446,7 +451,7 @@ fn planned(line: &Value, machine: &Machine) -> (ModelShape, Plan) {
     let config = results("..").join(line["model"]["config"].as_str().unwrap());
     let config = if config.exists() { config } else { line["model"]["config"].as_str().unwrap().into() };
     let shape = presets::shape("model", &config).unwrap();
-    let mut plan = Plan::new(&settings_of(line), &shape, machine, false).unwrap();
+    let mut plan = Plan::new(&settings_of(line).request(&shape), machine, false).unwrap();
     // No setting selects several policies. The first layers have the faster policies, except for inputs on the host.
     let policies = line["plan"]["layer_policies"].as_object().unwrap();
     let of = |(name, policy): (&str, LayerPolicy)| vec![policy; policies.get(name).map_or(0, |layers| layers.as_u64().unwrap() as usize)];
@@ -646,7 +651,7 @@ fn more_gradient_shares_than_gpus_take_memory_and_time() {
     let run = |shares| {
         let settings = Settings { gpus: 2, gradient_shares: Some(shares), gradient_accumulation_steps: Some(4), ..Settings::default() };
         let settings = Settings { seq_length: 4096, resident_buckets: ResidentBuckets::All, ..settings };
-        let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
+        let plan = Plan::new(&settings.request(&shape), &machine, false).unwrap();
         let sums = plan.forecast.memory.iter().find(|class| class.name == "gradient sums").map_or(0, |class| class.bytes);
         let (outcome, ..) = simulate(&plan, &shape, "h200-x2", Steps { warmup: 1, timed: 3, clip: Clip::Never }, 0).unwrap();
         (sums, outcome.step_ms.median, plan.forecast.predicted.unwrap().step_s * 1e3)
@@ -666,7 +671,7 @@ fn sums_on_the_host_are_simulated_at_the_rate_of_the_link() {
     let settings = Settings { gradient_shares: Some(8), per_device_train_batch_size: 1, seq_length: 4096, ..Settings::default() };
     let settings =
         Settings { moments: Moments::Bfloat16, hbm_limit: Some(Bytes(23 * GIB)), host_limit: Some(Bytes(120 * GIB)), ..settings };
-    let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
+    let plan = Plan::new(&settings.request(&shape), &machine, false).unwrap();
     assert!(plan.placement.rings.sums_on_host && plan.shortage().is_none(), "{plan}");
     let (outcome, ..) = simulate(&plan, &shape, "h200-pcie5", Steps { warmup: 1, timed: 2, clip: Clip::Never }, 0).unwrap();
     let (step_s, predicted) = (outcome.step_ms.median / 1e3, plan.forecast.predicted.unwrap());
@@ -681,10 +686,10 @@ fn sums_on_the_host_are_simulated_at_the_rate_of_the_link() {
 fn the_largest_model_is_shown_by_gpus() {
     let settings = Settings { activations: ActivationsChoice::RecomputeBlock, seq_length: 4096, ..Settings::default() };
     let settings = Settings { gpus: 2, per_device_train_batch_size: 1, ..settings };
-    let largest = LargestModel::by_gpus(&settings, &model("qwen3-14b", 40), &Profile::load("h200-x2").unwrap());
+    let largest = LargestModel::by_gpus(&settings.request(&model("qwen3-14b", 40)), &Profile::load("h200-x2").unwrap());
     let billions = largest.iter().map(|on| (on.gpus, on.params as f64 / 1e9)).collect::<Vec<_>>();
     assert!(matches!(billions[..], [(1, one), (2, two)] if (24.0..27.0).contains(&one) && (31.8..34.0).contains(&two)), "{billions:?}");
-    assert!(LargestModel::by_gpus(&settings, &model("qwen3-14b", 40), &Profile::load("h200-pcie5").unwrap()).is_empty());
+    assert!(LargestModel::by_gpus(&settings.request(&model("qwen3-14b", 40)), &Profile::load("h200-pcie5").unwrap()).is_empty());
 }
 
 #[test]
@@ -694,7 +699,7 @@ fn a_simulation_repeats_to_the_nanosecond_and_streams_weights() {
         // More speculations may be sent before a verdict overturns them.
         let without = vec![Technique::EarlyCommit];
         let settings = Settings { seq_length: 2048, weights, without, ..Settings::default() };
-        let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
+        let plan = Plan::new(&settings.request(&shape), &machine, false).unwrap();
         let steps = Steps { warmup: 1, timed: 3, clip: "every-2".parse().unwrap() };
         let (outcome, tracks, _) = simulate(&plan, &shape, "h200", steps, 1 << 12).unwrap();
         (outcome, tracks.iter().map(|track| track.spans().len()).sum::<usize>())
@@ -714,16 +719,17 @@ fn weights_are_shared_for_speed_where_all_leaves_that_open() {
     let tried = |weights| {
         let machine = Machine::of_several(&Profile::load("h200-x4").unwrap(), 4).unwrap();
         let settings = Settings { gpus: 4, seq_length: 2048, per_device_train_batch_size: 1, weights, ..Settings::default() };
-        let query = SearchQuery::new(&settings, &shape, &machine);
-        let mut best = query.candidate(&settings).unwrap().unwrap();
-        best.settings.resident_buckets = ResidentBuckets::Count(1);
+        let request = settings.request(&shape);
+        let query = SearchQuery::new(&request, &machine);
+        let mut best = query.candidate(&request.wanted).unwrap().unwrap();
+        best.wanted.resident_buckets = ResidentBuckets::Count(1);
         // This candidate has no flag for sharding, like one whose weights do not fit next to its resident buckets.
-        let shared = query.candidate(&Settings { weights: WeightsChoice::Sharded, ..settings.clone() }).unwrap().unwrap();
-        let by_need = Candidate { settings: best.settings.clone(), ..shared };
+        let shared = query.candidate(&Wanted { weights: WeightsChoice::Sharded, ..request.wanted.clone() }).unwrap().unwrap();
+        let by_need = Candidate { wanted: best.wanted.clone(), ..shared };
         [best, by_need].map(|best| sharing(&query, &best))
     };
     let [shared, shared_by_need] = tried(WeightsChoice::Auto);
-    let shares = |settings: &Settings| settings.weights == WeightsChoice::Sharded;
+    let shares = |wanted: &Wanted| wanted.weights == WeightsChoice::Sharded;
     // The search restarts from the maximum of resident buckets for sharded weights.
     assert!(shared.len() > 8 && shared.iter().all(shares) && shared[0].resident_buckets == ResidentBuckets::Auto, "{shared:?}");
     assert!(shared_by_need.len() > 8 && shared_by_need.iter().all(shares), "{shared_by_need:?}");
@@ -737,7 +743,7 @@ fn steps_of_many_micro_batches_are_drawn_out_from_short_ones() {
     let with = |micro_batches, weights| {
         let gradient_accumulation_steps = Some(micro_batches);
         let settings = Settings { seq_length: 2048, weights, gradient_accumulation_steps, gradient_shares: Some(2), ..Settings::default() };
-        Plan::new(&settings, &shape, &machine, false).unwrap()
+        Plan::new(&settings.request(&shape), &machine, false).unwrap()
     };
     let steps = Steps { warmup: 1, timed: 3, clip: "every-2".parse().unwrap() };
     for weights in [WeightsChoice::Flow, WeightsChoice::Replicated] {
@@ -769,7 +775,7 @@ fn ranks_of_a_sequence_are_simulated_with_their_exchange() {
         let mut rates = (*machine.rates).clone();
         rates.peer_bytes_per_s = peer_bytes_per_s;
         let machine = Machine { rates: Arc::new(rates), ..machine.clone() };
-        let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
+        let plan = Plan::new(&settings.request(&shape), &machine, false).unwrap();
         let activations = plan.forecast.memory.iter().find(|class| class.name == "activations").map_or(0, |class| class.bytes);
         let (outcome, ..) = simulate(&plan, &shape, "h200-x2", Steps { warmup: 1, timed: 2, clip: Clip::Never }, 0).unwrap();
         (activations as f64, outcome.step_ms.median / 1e3, plan.forecast.predicted.unwrap().step_s)

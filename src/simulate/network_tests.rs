@@ -4,7 +4,6 @@ use super::clip::Clip;
 use super::outcome::Outcome;
 use super::simulate;
 use super::timed::Steps;
-use crate::config::options::{ExpertProductsChoice, ResidentBuckets, Transport, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::hardware::profile::Profile;
 use crate::model::presets;
@@ -12,10 +11,11 @@ use crate::model::shape::ModelShape;
 use crate::optim::moments::Moments;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
+use crate::request::choices::{ExpertProductsChoice, ResidentBuckets, Transport, WeightsChoice};
 use std::path::Path;
 
 pub(super) fn step(settings: &Settings, shape: &ModelShape, profile: &Profile) -> (Plan, Outcome) {
-    let plan = Plan::new(settings, shape, &Machine::of_run(profile, settings).unwrap(), false).unwrap();
+    let plan = Plan::new(&settings.request(shape), &Machine::of_run(profile, &settings.cut()).unwrap(), false).unwrap();
     assert!(plan.shortage().is_none(), "{plan}");
     let steps = Steps { warmup: 2, timed: 2, clip: Clip::Never };
     let (outcome, ..) = simulate(&plan, shape, "several machines", steps, 0).unwrap();

@@ -1,11 +1,11 @@
 //! Waits of a simulated device: each is reported as idle time, so that its busy time does not depend on its waits.
 
 use super::network_tests::step;
-use crate::config::options::{ExpertProductsChoice, ResidentBuckets};
 use crate::config::settings::Settings;
 use crate::hardware::profile::Profile;
 use crate::model::presets;
 use crate::optim::moments::Moments;
+use crate::request::choices::{ExpertProductsChoice, ResidentBuckets};
 use std::path::Path;
 
 /// GPT-OSS-20B on an H200, where gradients lie in a ring. On a slow host its backward pass waits for slots held by the optimizer. These

@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn plan_and_memory_are_a_line_each() {
-        let plan = Plan::new(&Settings::demo(), &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
+        let plan = Plan::new(&Settings::demo().request(&ModelShape::demo()), &Machine::cpu(2), false).unwrap();
         let line = describe_plan(&plan, &RunExtent::of_steps(1, 300));
         assert!(line.starts_with("2048 tokens a step, ") && line.ends_with("; no predicted time on a CPU"), "{line}");
         let memory = describe_memory(&plan);

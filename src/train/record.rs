@@ -2,9 +2,9 @@
 
 use super::identity::DIRECTORY;
 use crate::checkpoint::{self, Loaded, is_checkpoint};
-use crate::config::describe;
 use crate::config::options::Resume;
 use crate::config::settings::{KEYS, Settings, TrainOptions};
+use crate::describe;
 use crate::error::{Error, Result};
 use clap::{Args, Command, FromArgMatches};
 use serde_json::{Map, Value};

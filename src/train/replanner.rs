@@ -1,13 +1,15 @@
 //! Changes of plan during a run. The run compares its steps with the assumptions of the plan; if they differ, a thread searches another
 //! plan beside training, and the run takes it between two steps.
 
-use crate::config::options::{ActivationsChoice, ReplanChoice, ResidentBuckets, WeightsChoice};
+use crate::config::options::ReplanChoice;
 use crate::config::settings::Settings;
 use crate::engine::executor::StepReport;
 use crate::error::{Error, Result};
 use crate::host::pool::yield_to_others;
-use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
+use crate::request::Request;
+use crate::request::choices::{ActivationsChoice, ResidentBuckets, WeightsChoice};
+use crate::request::wanted::Wanted;
 use crate::search::replan::observed_rates::{ObservedRates, RecentSteps, WINDOW};
 use crate::search::replan::{ReplanAnswer, ReplanRequest, is_possible};
 use clap::ValueEnum;
@@ -37,7 +39,7 @@ pub(super) enum ReplanStep {
 pub(super) enum Replanner {
     Off,
     /// A test of the engine: random places at random steps.
-    Random(Settings),
+    Random(Request),
     Watching(PlanWatch),
 }
 
@@ -46,8 +48,8 @@ impl Replanner {
         match settings.replan {
             // The new plan would not reach other processes.
             _ if plan.site.processes > 1 => Self::Off,
-            ReplanChoice::Auto if is_possible(plan) => Self::Watching(PlanWatch::new(settings.clone())),
-            ReplanChoice::Random => Self::Random(settings.clone()),
+            ReplanChoice::Auto if is_possible(plan) => Self::Watching(PlanWatch::new(settings.request(&plan.recipe.model))),
+            ReplanChoice::Random => Self::Random(settings.request(&plan.recipe.model)),
             ReplanChoice::Auto | ReplanChoice::Off => Self::Off,
         }
     }
@@ -56,17 +58,11 @@ impl Replanner {
     ///
     /// # Errors
     /// Why no other plan will be looked for any more.
-    pub(super) fn next(
-        &mut self,
-        (plan, shape): (&Plan, &ModelShape),
-        (step, max_steps): (u64, u64),
-        report: &StepReport,
-        time: Duration,
-    ) -> Result<ReplanStep> {
+    pub(super) fn next(&mut self, plan: &Plan, (step, max_steps): (u64, u64), report: &StepReport, time: Duration) -> Result<ReplanStep> {
         match self {
-            Self::Random(settings) => Ok(draw(settings, plan, shape, step)),
+            Self::Random(request) => Ok(draw(request, plan, step)),
             Self::Watching(watch) => {
-                let next = watch.next((plan, shape), (step, max_steps), report, time);
+                let next = watch.next(plan, (step, max_steps), report, time);
                 if next.is_err() {
                     *self = Self::Off;
                 }
@@ -79,7 +75,7 @@ impl Replanner {
 
 /// Observations since the last change of plan, and the pending search.
 pub(super) struct PlanWatch {
-    settings: Settings,
+    request: Request,
     window: RecentSteps,
     settling: u64,
     /// As steps are to go by the present plan, once that is known.
@@ -93,18 +89,12 @@ pub(super) struct PlanWatch {
 }
 
 impl PlanWatch {
-    fn new(settings: Settings) -> Self {
+    fn new(request: Request) -> Self {
         let (window, settling, rest) = (RecentSteps::default(), SETTLING_STEPS, REST_STEPS);
-        Self { settings, window, settling, assumed: None, before: None, rest, rests_until: 0, pending_search: None }
+        Self { request, window, settling, assumed: None, before: None, rest, rests_until: 0, pending_search: None }
     }
 
-    fn next(
-        &mut self,
-        (plan, shape): (&Plan, &ModelShape),
-        (step, max_steps): (u64, u64),
-        report: &StepReport,
-        time: Duration,
-    ) -> Result<ReplanStep> {
+    fn next(&mut self, plan: &Plan, (step, max_steps): (u64, u64), report: &StepReport, time: Duration) -> Result<ReplanStep> {
         match self.settling.checked_sub(1) {
             Some(left) => self.settling = left,
             None => self.window.add(report, time),
@@ -121,15 +111,8 @@ impl PlanWatch {
         }
         let is_asking = self.pending_search.is_some() || step < self.rests_until || step >= max_steps;
         if !is_asking && self.assumed.is_none_or(|assumed| observed_rates.has_left(&assumed)) {
-            let (settings, assumed, steps_left) = (self.settings.clone(), self.assumed, max_steps - step);
-            self.pending_search = Some(start_search(ReplanRequest {
-                settings,
-                shape: shape.clone(),
-                plan: plan.clone(),
-                observed_rates,
-                assumed,
-                steps_left,
-            })?);
+            let (request, assumed, steps_left) = (self.request.clone(), self.assumed, max_steps - step);
+            self.pending_search = Some(start_search(ReplanRequest { request, plan: plan.clone(), observed_rates, assumed, steps_left })?);
         }
         Ok(ReplanStep::Stay)
     }
@@ -178,25 +161,26 @@ fn start_search(question: ReplanRequest) -> Result<JoinHandle<Result<ReplanAnswe
 }
 
 /// Random places after one step in three, the same for the same seed and step.
-fn draw(settings: &Settings, plan: &Plan, shape: &ModelShape, step: u64) -> ReplanStep {
-    let mut rng = ChaCha8Rng::seed_from_u64(settings.seed ^ step.rotate_left(32));
+fn draw(request: &Request, plan: &Plan, step: u64) -> ReplanStep {
+    let mut rng = ChaCha8Rng::seed_from_u64(request.recipe.rows.seed ^ step.rotate_left(32));
     let mut one_of = |count: usize| rng.next_u32() as usize % count;
     if one_of(3) > 0 {
         return ReplanStep::Stay;
     }
-    let places = |one_of: &mut dyn FnMut(usize) -> usize| Settings {
+    let request = plan.fixed(request);
+    let places = |one_of: &mut dyn FnMut(usize) -> usize| Wanted {
         resident_buckets: if plan.protocol.techniques.repartition {
             ResidentBuckets::Count(one_of(plan.placement.layout.count() + 1))
         } else {
-            settings.resident_buckets
+            request.wanted.resident_buckets
         },
         activations: ActivationsChoice::value_variants()[one_of(ActivationsChoice::value_variants().len())],
         weights: [if plan.site.ranks > 1 { WeightsChoice::Sharded } else { WeightsChoice::Flow }, WeightsChoice::Auto][one_of(2)],
         slots: Some(1 + one_of(6)),
-        ..plan.fixed(settings)
+        ..request.wanted.clone()
     };
     // Not everything goes with everything: few weights, or none that are offloaded, do not stream.
-    let mut plans = (0..8).map(|_| Plan::new(&places(&mut one_of), shape, &plan.site.machine, plan.site.trace_spans > 0));
+    let mut plans = (0..8).map(|_| Plan::new(&request.with(places(&mut one_of)), &plan.site.machine, plan.site.trace_spans > 0));
     let plan = plans.find_map(|plan| plan.ok().filter(|plan| plan.shortage().is_none()));
     plan.map_or(ReplanStep::Stay, |plan| ReplanStep::Move(plan, "places drawn at random".into()))
 }
@@ -210,6 +194,7 @@ mod tests {
     use crate::engine::protocol::coordinator::Counts;
     use crate::engine::protocol::counters::{Counters, Exposed};
     use crate::engine::protocol::verdict::Verdict;
+    use crate::model::shape::ModelShape;
     use crate::planner::machine::Machine;
     use crate::ranks::RANKS_MAX;
     use crate::units::{ClipScale, Norm};
@@ -234,16 +219,17 @@ mod tests {
     /// The first decision of a run after a change of plan, whose steps took a second before and take `ms` now.
     fn after_a_move(ms: u64, verdict: Verdict) -> (ReplanStep, u64) {
         let (settings, shape) = (Settings::demo(), ModelShape::demo());
-        let plan = |slots| Plan::new(&Settings { slots: Some(slots), ..settings.clone() }, &shape, &Machine::cpu(2), false).unwrap();
+        let plan =
+            |slots| Plan::new(&Settings { slots: Some(slots), ..settings.clone() }.request(&shape), &Machine::cpu(2), false).unwrap();
         let observed_rates = ObservedRates { step_s: 1.0, adam_bytes_per_s: None, device_s: ms as f64 / 1e3, clipped_fraction: 0.0 };
         let mut watch = PlanWatch {
             assumed: Some(observed_rates),
             before: Some((plan(3), observed_rates)),
             rests_until: 1000,
-            ..PlanWatch::new(settings.clone())
+            ..PlanWatch::new(settings.request(&shape))
         };
         for step in 1..200 {
-            let next = watch.next((&plan(5), &shape), (step, 1000), &report(verdict), Duration::from_millis(ms)).unwrap();
+            let next = watch.next(&plan(5), (step, 1000), &report(verdict), Duration::from_millis(ms)).unwrap();
             if !matches!(next, ReplanStep::Stay) {
                 assert!(watch.before.is_none() && watch.pending_search.is_none());
                 return (next, step);
@@ -269,8 +255,8 @@ mod tests {
     #[test]
     fn random_positions_depend_on_the_seed_and_the_step() {
         let (settings, shape) = (Settings { seed: 3, ..Settings::demo() }, ModelShape::demo());
-        let plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
-        let drawn = |step| match draw(&settings, &plan, &shape, step) {
+        let plan = Plan::new(&settings.request(&shape), &Machine::cpu(2), false).unwrap();
+        let drawn = |step| match draw(&settings.request(&shape), &plan, step) {
             ReplanStep::Move(plan, _) => {
                 Some((plan.placement.layout.offloaded(), plan.placement.param_slots, plan.placement.layer_policies))
             }

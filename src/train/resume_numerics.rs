@@ -5,14 +5,14 @@ use super::identity::{Run, differences};
 use super::observer::Observer;
 use crate::checkpoint::Loaded;
 use crate::config::checks::STEP_TOKENS_MAX;
-use crate::config::describe;
-use crate::config::options::ExpertProductsChoice;
 use crate::config::settings::Settings;
+use crate::describe;
 use crate::device::ExpertProducts;
 use crate::error::{Error, Result};
 use crate::model::activations::LossTile;
 use crate::recipe::part::RunPart;
 use crate::recipe::record::{EXPERT_PRODUCTS, GRADIENT_GROUP, LOSS_TILE, SEQUENCE_RANKS, STEP};
+use crate::request::choices::ExpertProductsChoice;
 use crate::units::counted;
 use serde::Deserialize;
 use serde_json::Value;
@@ -51,10 +51,10 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, on_gpu: bool, obser
     expect_same_degree(settings, sequence_ranks)?;
     // A share of other parts of sequences is another thing.
     let gradient_shares = Some(then.gradient_shares).filter(|_| settings.sequence_ranks == sequence_ranks);
-    if settings.gradient_accumulation_steps.is_none() && !then.micro_batches.is_multiple_of(settings.groups()) {
+    if settings.gradient_accumulation_steps.is_none() && !then.micro_batches.is_multiple_of(settings.cut().groups()) {
         return Err(cannot_be_kept(settings, then, loaded));
     }
-    let accumulation = settings.gradient_accumulation_steps.unwrap_or(then.micro_batches / settings.groups());
+    let accumulation = settings.gradient_accumulation_steps.unwrap_or(then.micro_batches / settings.cut().groups());
     let kept = Settings {
         gradient_shares: settings.gradient_shares.or(gradient_shares),
         gradient_group: settings.gradient_group.or_else(|| Some(numeric(loaded, GRADIENT_GROUP)).filter(|group| *group > 1)),
@@ -79,7 +79,7 @@ fn has_given_steps(settings: &Settings) -> bool {
 
 /// Reports where steps are cut otherwise than the checkpoint's.
 fn log_changed_cut(kept: &Settings, then: SavedStep, observer: &mut dyn Observer) {
-    let (now, partial_sums) = (kept.micro_batches(), kept.partial_sums());
+    let (now, partial_sums) = (kept.micro_batches(), kept.cut().partial_sums());
     if then.micro_batches != now {
         observer.warn(&format!(
             "the checkpoint's steps have {}, and those from here on have {now}",
@@ -93,7 +93,7 @@ fn log_changed_cut(kept: &Settings, then: SavedStep, observer: &mut dyn Observer
 
 /// The error when the checkpoint's steps cannot be cut as `settings` require, with all the flags that cut them otherwise.
 fn cannot_be_kept(settings: &Settings, then: SavedStep, loaded: &Loaded) -> Error {
-    let devices = settings.ranks_in_words();
+    let devices = settings.cut().ranks_in_words();
     let all = settings.tokens_per_step.map_or(devices.clone(), |tokens| format!("--tokens-per-step {tokens} with {devices}"));
     let partial_sums = counted(then.gradient_shares, "gradient share");
     let text = format!("{all}: the checkpoint's steps have {} in {partial_sums}", counted(then.micro_batches, "micro-batch"));
@@ -110,13 +110,13 @@ fn cut_anew(settings: &Settings, then: SavedStep, group: usize) -> Option<String
     let cut = |partial_sums: usize| {
         let open = Settings { gradient_shares: Some(partial_sums), gradient_group: group, ..settings.clone() };
         let steps = match settings.gradient_accumulation_steps {
-            None if settings.tokens_per_step.is_some() => open.splits().ok()?.first()?.gradient_accumulation_steps?,
-            text => text.unwrap_or(then.micro_batches.div_ceil(settings.groups())),
+            None if settings.tokens_per_step.is_some() => open.cut().splits(open.split()).ok()?.first()?.accumulation?,
+            text => text.unwrap_or(then.micro_batches.div_ceil(settings.cut().groups())),
         };
         let cut = Settings { gradient_accumulation_steps: Some(steps), ..open };
         cut.check_counts().ok().map(|()| format!("--gradient-accumulation-steps {steps} --gradient-shares {partial_sums}"))
     };
-    let ranks = settings.ranks();
+    let ranks = settings.cut().ranks();
     settings.gradient_shares.into_iter().chain([then.gradient_shares, ranks, ranks * group.unwrap_or(1)]).find_map(cut)
 }
 

@@ -229,7 +229,7 @@ impl<D: Kernels> Session<D> {
     /// Goes over to another plan, if the step before, which took `time`, calls for one.
     fn replan_if_better(&mut self, report: &StepReport, time: Duration, observer: &mut dyn Observer) -> Result<()> {
         let steps = (self.engine.train_step(), self.schedule.max_steps);
-        let next = self.replanner.next((&self.plan, self.engine.shape()), steps, report, time);
+        let next = self.replanner.next(&self.plan, steps, report, time);
         let (plan, words) = match next {
             Ok(ReplanStep::Move(plan, words)) if !self.is_done() => (plan, words),
             Ok(ReplanStep::Move(..) | ReplanStep::Stay) => return Ok(()),

@@ -127,7 +127,7 @@ pub(super) fn prepare<'a>(
     let mut known = known_sources(settings, resumed.as_ref());
     let settings = &Settings { data_bytes: data_bytes(settings, &known), ..settings.clone() };
     let plan = launch.plan(settings, &source.shape, true)?;
-    let settings = &plan.settle(settings);
+    let settings = &settings.settled(plan.split());
     let weights = if resumed.is_none() { first_weights(settings, &source.shape)? } else { None };
     let comparable = resumed.as_ref().filter(|_| !settings.allow_changed.contains(&RunPart::Tokenizer));
     let saved = comparable.map(|loaded| &loaded.manifest().trainer.settings);
@@ -220,7 +220,7 @@ impl PreparedRun<'_> {
             memory: overview::describe_memory(plan),
             files: overview::describe_files(settings, &extent, source.checkpoint_bytes(plan)),
             device,
-            matmul_flops: of_one.map(|of_one| of_one * settings.ranks() as f64),
+            matmul_flops: of_one.map(|of_one| of_one * settings.cut().ranks() as f64),
             step: self.step(),
             max_steps: *max_steps,
             logging_steps: settings.logging_steps,

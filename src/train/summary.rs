@@ -1,7 +1,7 @@
 //! The end of a run, in words.
 
 use super::peer_waits::PeerWaits;
-use crate::config::describe::as_word;
+use crate::describe::as_word;
 use crate::engine::protocol::coordinator::Counts;
 use crate::error::{EXIT_INTERRUPTED, Error};
 use crate::host::perf::WorkerCounts;

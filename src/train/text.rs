@@ -1,6 +1,5 @@
 //! How a run's text becomes tokens: the flags, the model's directory and, when a run goes on, its checkpoint decide.
 
-use crate::config::describe;
 use crate::config::options::TokenizerChoice;
 use crate::config::settings::{OnResume, Settings};
 use crate::data::chat::find::RecordFlags;
@@ -13,6 +12,7 @@ use crate::data::read::files;
 use crate::data::rows::row_table::Packing;
 use crate::data::run_sources::KnownSources;
 use crate::data::tokenizer::AddBos;
+use crate::describe;
 use crate::disk::named_by;
 use crate::error::{Error, Result};
 use crate::hub::HubQuery;

@@ -97,7 +97,7 @@ impl Ranks<'_> {
 
     fn train(&self, shape: &ModelShape, gpus: usize, lines: &str, trace: bool, before_data: &mut dyn FnMut()) -> Result<Run> {
         let settings = self.settings(gpus, lines)?;
-        let plan = Plan::new(&settings, shape, &self.machine, trace)?;
+        let plan = Plan::new(&settings.request(shape), &self.machine, trace)?;
         let course = Course { steps: self.steps, before_data, moves: &|_| Ok(None) };
         let training = Training { settings: &settings, course };
         (self.launch)(&plan, shape, &Topology::this_machine(), training)
@@ -205,7 +205,7 @@ fn ringed(ranks: &Ranks<'_>) -> Outcome {
     same_as_one(ranks, &|count| {
         let plan = |more: &str| {
             let settings = ranks.settings(count, &format!("{PARTLY}{IN_RINGS}{more}"))?;
-            Plan::new(&settings, &many_layers(ranks), &ranks.machine, false)
+            Plan::new(&settings.request(&many_layers(ranks)), &ranks.machine, false)
         };
         let needed = plan("weights = \"replicated\"\n")?.balances()[0].needed;
         let limit = format!("weights = \"replicated\"\nhbm-limit = \"{}MiB\"\n", (needed >> 20) - 32);
@@ -223,14 +223,14 @@ fn replanned(ranks: &Ranks<'_>) -> Outcome {
     };
     let train = |gpus, moves: &dyn Fn(usize) -> Result<Option<Plan>>| -> Result<Run> {
         let settings = settings(gpus, &places()[0])?;
-        let plan = Plan::new(&settings, &shape, &ranks.machine, false)?;
+        let plan = Plan::new(&settings.request(&shape), &ranks.machine, false)?;
         let course = Course { steps: 10, before_data: &mut || (), moves };
         (ranks.launch)(&plan, &shape, &Topology::this_machine(), Training { settings: &settings, course })
     };
     let one = train(1, &|_| Ok(None))?;
     for count in ranks.counts() {
         let moves = |step: usize| {
-            let plan = || Plan::new(&settings(count, &places()[step / 2 % 4])?, &shape, &ranks.machine, false);
+            let plan = || Plan::new(&settings(count, &places()[step / 2 % 4])?.request(&shape), &ranks.machine, false);
             if step > 0 && step.is_multiple_of(2) { plan().map(Some) } else { Ok(None) }
         };
         same_as(&one, &train(count, &moves)?, count)?;

@@ -139,7 +139,7 @@ fn train<D: Kernels>(on: &Subject<'_, D>, toml: &str, trace: bool) -> Result<Run
 fn train_shape<D: Kernels>(on: &Subject<'_, D>, shape: &ModelShape, toml: &str, steps: usize, trace: bool) -> Result<Run> {
     let options = toml::from_str(&format!("{RECIPE}{toml}")).map_err(Error::usage)?;
     let (settings, topology) = (Settings::resolve(options)?, Topology::this_machine());
-    let plan = Plan::new(&settings, shape, &on.machine, trace)?;
+    let plan = Plan::new(&settings.request(shape), &on.machine, trace)?;
     let engine = (on.engine)(&plan, shape, &topology)?;
     planned::check(&engine, on.machine.kind).map_err(|wrong| Error::resource("take what was planned", wrong))?;
     run_engine(engine, &settings, Course { steps, before_data: &mut || (), moves: &|_| Ok(None) })
@@ -469,7 +469,7 @@ fn summed_on_the_host<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     let common = format!("{}{nan}bucket-mib = 0.0625\nresident-buckets = 0\ngradient-shares = 3\n", subject.settings);
     let train = |lines: &str, sums_on_host: bool| {
         let settings = Settings::resolve(toml::from_str(&format!("{RECIPE}{common}{lines}")).map_err(Error::usage)?)?;
-        let mut plan = Plan::new(&settings, &shape(), &subject.machine, false)?;
+        let mut plan = Plan::new(&settings.request(&shape()), &subject.machine, false)?;
         plan.placement.rings.sums_on_host = sums_on_host;
         let elems = plan.placement.layout.offloaded_elems() as u64;
         let engine = (subject.engine)(&plan, &shape(), &Topology::this_machine())?;
@@ -509,15 +509,16 @@ fn replanned<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     let common = format!("{}{SPECULATE}{nan}max-grad-norm = ", subject.settings);
     let train = |max_norm: f64, moves: &dyn Fn(usize) -> Result<Option<Plan>>| {
         let settings = Settings::resolve(toml::from_str(&format!("{RECIPE}{common}{max_norm}\n{}", places()[0])).map_err(Error::usage)?)?;
-        let plan = Plan::new(&settings, &shape, &subject.machine, false)?;
+        let plan = Plan::new(&settings.request(&shape), &subject.machine, false)?;
         let engine = (subject.engine)(&plan, &shape, &Topology::this_machine())?;
         run_engine(engine, &settings, Course { steps: 12, before_data: &mut || (), moves })
     };
     let max_norm = median_norm(&train(0.0, &|_| Ok(None))?)?;
     let moves = |step: usize| {
         let toml = format!("{RECIPE}{common}{max_norm}\n{}", places()[step / 3 % 4]);
-        let plan =
-            |toml: &str| Plan::new(&Settings::resolve(toml::from_str(toml).map_err(Error::usage)?)?, &shape, &subject.machine, false);
+        let plan = |toml: &str| {
+            Plan::new(&Settings::resolve(toml::from_str(toml).map_err(Error::usage)?)?.request(&shape), &subject.machine, false)
+        };
         if step > 0 && step.is_multiple_of(3) { plan(&toml).map(Some) } else { Ok(None) }
     };
     let (want, have) = (train(max_norm, &|_| Ok(None))?, train(max_norm, &moves)?);

@@ -3,7 +3,6 @@
 //! for each transport.
 
 use crate::checkpoint::engine_state;
-use crate::config::options::{Strategy, Technique, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::device::cpu::CpuDevice;
 use crate::device::cpu::nccl_stand_in::NcclStandInHub;
@@ -29,6 +28,7 @@ use crate::ranks::progress::ProgressCounters;
 use crate::ranks::rendezvous::ProcessRendezvous;
 use crate::ranks::run_token::RunToken;
 use crate::ranks::{NcclUniqueId, RankContext};
+use crate::request::choices::{Strategy, Technique, WeightsChoice};
 use crate::signals::StopFlag;
 use crate::simulate::random_tokens::RandomTokens;
 use std::net::TcpListener;
@@ -124,7 +124,7 @@ fn shape(settings: &Settings) -> ModelShape {
 }
 
 fn plan(settings: &Settings) -> Plan {
-    Plan::new(settings, &shape(settings), &Machine::cpu(2), false).unwrap()
+    Plan::new(&settings.request(&shape(settings)), &Machine::cpu(2), false).unwrap()
 }
 
 /// Runs all processes of a run; results by process.
@@ -170,7 +170,7 @@ where
 
 /// Runs `steps` steps on ranks of one process.
 fn as_ranks(settings: &Settings, steps: u64) -> TrainingResult {
-    let settings = Settings { gpus: settings.ranks(), processes: 1, ..settings.clone() };
+    let settings = Settings { gpus: settings.cut().ranks(), processes: 1, ..settings.clone() };
     on_cpus(&plan(&settings), &shape(&settings), &Topology::this_machine(), TrainingSchedule { steps }).unwrap()
 }
 
@@ -268,7 +268,7 @@ fn even(settings: &Settings, machine: &Machine) -> (Plan, ModelShape) {
     let of = |vocab: usize| {
         let config = DEMO_CONFIG.replace("\"vocab_size\": 256", &format!("\"vocab_size\": {vocab}"));
         let shape = ModelShape::parse(&config, Path::new("config.json")).unwrap().with_layers(6);
-        (Plan::new(settings, &shape, machine, false).unwrap(), shape)
+        (Plan::new(&settings.request(&shape), machine, false).unwrap(), shape)
     };
     let is_even = |plan: &Plan| {
         (0..plan.placement.layout.count()).all(|bucket| (plan.placement.layout.range(bucket).len() / BLOCK).is_multiple_of(plan.site.ranks))

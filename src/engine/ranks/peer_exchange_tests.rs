@@ -53,7 +53,7 @@ fn partial(block: usize) -> f32 {
 
 fn plan(case: Case) -> Plan {
     let settings = Settings { seq_length: 8, per_device_train_batch_size: 1, ..Settings::demo() };
-    let mut plan = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(1), false).unwrap();
+    let mut plan = Plan::new(&settings.request(&ModelShape::demo()), &Machine::cpu(1), false).unwrap();
     let layout = BucketLayout::new(case.blocks * BLOCK, case.bucket_blocks * BLOCK, Tier::Device);
     let partial_sums = case.ranks * case.rounds;
     // A single rank keeps no slices of sums.

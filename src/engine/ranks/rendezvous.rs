@@ -183,7 +183,7 @@ mod tests {
         assert_eq!(rendezvous.refusal(), Some((1, "no memory".into())));
         let settings = crate::config::settings::Settings::demo();
         let machine = crate::planner::machine::Machine::cpu(1);
-        rendezvous.announce(Plan::new(&settings, &crate::model::shape::ModelShape::demo(), &machine, false).unwrap());
+        rendezvous.announce(Plan::new(&settings.request(&crate::model::shape::ModelShape::demo()), &machine, false).unwrap());
         assert!(rendezvous.refusal().is_none() && rendezvous.announced().is_some());
     }
 }

@@ -36,7 +36,7 @@ struct Pair {
 impl Pair {
     fn new(seed: u64) -> Self {
         let settings = Settings { seq_length: 8, per_device_train_batch_size: 1, ..Settings::demo() };
-        let mut plan = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(1), false).unwrap();
+        let mut plan = Plan::new(&settings.request(&ModelShape::demo()), &Machine::cpu(1), false).unwrap();
         let layout = BucketLayout::new(2 * SLICE_BLOCKS * BUCKETS * BLOCK, 2 * SLICE_BLOCKS * BLOCK, Tier::Device);
         let slices = Slices::new(layout.clone(), 0, 2);
         plan.placement.layout = layout.clone();

@@ -1,19 +1,18 @@
 //! Replanning during a run, based on its measured steps: other locations of buckets, activations and weights, and other numbers of slots.
-//! Settings that the user fixed, and the cut of steps and buckets, stay.
+//! Choices that the user fixed, and the cut of steps and buckets, stay.
 
 pub(crate) mod observed_rates;
 #[cfg(all(test, feature = "stv", feature = "deadline-order", feature = "repartition", feature = "weight-flow"))]
 pub(crate) mod tests;
 
 use super::{Candidate, Scope, SearchQuery};
-use crate::config::settings::Settings;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::memory::MemorySpace;
-use crate::model::shape::ModelShape;
 use crate::planner::display::describe_policies;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
+use crate::request::Request;
 use crate::simulate::simulate;
 use crate::simulate::timed::Steps;
 use crate::units::counted;
@@ -31,8 +30,7 @@ const MOVED_BYTES_PER_S: f64 = 4e9;
 /// Inputs of a replanning search.
 #[derive(Clone, Debug)]
 pub(crate) struct ReplanRequest {
-    pub(crate) settings: Settings,
-    pub(crate) shape: ModelShape,
+    pub(crate) request: Request,
     /// The present plan, with the rates that it was made for.
     pub(crate) plan: Plan,
     pub(crate) observed_rates: ObservedRates,
@@ -77,15 +75,15 @@ impl ReplanRequest {
         let by_profile = self.simulate(machine, steps)?;
         let machine = Machine { rates: Arc::new(self.observed_rates.rates(&by_profile, &machine.rates)), ..machine.clone() };
         let assumed = self.simulate(&machine, steps)?;
-        let settings = self.plan.fixed(&self.settings);
-        let query = SearchQuery { settings: &settings, shape: &self.shape, machine: &machine, scope: Scope::places(steps) };
+        let request = self.plan.fixed(&self.request);
+        let query = SearchQuery { request: &request, machine: &machine, scope: Scope::places(steps) };
         let best = match query.rank() {
             Ok(ranking) => ranking.candidates.into_iter().next(),
             Err(Error::Resource { .. }) => None,
             Err(other) => return Err(other),
         };
         let best = best.filter(|best| self.pays(&best.plan, assumed.step_s, best.mean_s()));
-        let Some((best, plan)) = best.and_then(|best| self.planned(best, &machine)) else {
+        let Some((best, plan)) = best.and_then(|best| self.planned(best, &request, &machine)) else {
             return Ok(ReplanAnswer { assumed, change: None });
         };
         let (why, after_s) = (self.why(&by_profile), best.mean_s());
@@ -94,8 +92,8 @@ impl ReplanRequest {
     }
 
     /// The candidate with a plan that includes the run's timeline, if that fits.
-    fn planned(&self, best: Candidate, machine: &Machine) -> Option<(Candidate, Plan)> {
-        let plan = Plan::new(&best.settings, &self.shape, machine, self.plan.site.trace_spans > 0).ok()?;
+    fn planned(&self, best: Candidate, request: &Request, machine: &Machine) -> Option<(Candidate, Plan)> {
+        let plan = Plan::new(&request.with(best.wanted.clone()), machine, self.plan.site.trace_spans > 0).ok()?;
         let plan = plan.with_simulated_step(best.outcome.step_ms.median);
         plan.shortage().is_none().then_some((best, plan))
     }
@@ -104,7 +102,7 @@ impl ReplanRequest {
     fn simulate(&self, machine: &Machine, steps: Steps) -> Result<ObservedRates> {
         let mut plan = self.plan.clone();
         plan.site.machine = machine.clone();
-        let (outcome, ..) = simulate(&plan, &self.shape, &machine.rates.profile, steps, 0)?;
+        let (outcome, ..) = simulate(&plan, self.request.shape(), &machine.rates.profile, steps, 0)?;
         Ok(ObservedRates::of(&outcome))
     }
 

@@ -3,7 +3,6 @@
 
 use super::observed_rates::{ObservedRates, RecentSteps, WINDOW};
 use super::{PlanChange, ReplanRequest};
-use crate::config::options::{ActivationsChoice, ResidentBuckets, Technique};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
 use crate::device::sim::SimDevice;
@@ -19,6 +18,7 @@ use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
+use crate::request::choices::{ActivationsChoice, ResidentBuckets, Technique};
 use crate::search::best_plan;
 use crate::simulate::clip::Clip;
 use crate::simulate::random_tokens::RandomTokens;
@@ -52,7 +52,7 @@ impl SimulatedRun {
     /// A model by name on an H200 limited to `gib` GiB, with the rates of its profile.
     pub(crate) fn on_h200(model: &str, gib: u64, settings: Settings) -> Self {
         let settings = Settings { hbm_limit: Some(Bytes(gib << 30)), seq_length: 4096, ..settings };
-        let machine = Machine::of(&Profile::load("h200-pcie5").unwrap()).limited(&settings);
+        let machine = Machine::of(&Profile::load("h200-pcie5").unwrap()).limited(settings.hbm_limit, settings.host_limit);
         Self { shape: presets::shape("model", Path::new(model)).unwrap(), machine, settings }
     }
 
@@ -68,7 +68,7 @@ impl SimulatedRun {
     }
 
     pub(crate) fn plan(&self) -> Plan {
-        best_plan(&self.settings, &self.shape, &self.machine, false).unwrap()
+        best_plan(&self.settings.request(&self.shape), &self.machine, false).unwrap()
     }
 
     /// Starts an engine on a machine with other rates than in its plan.
@@ -85,8 +85,8 @@ impl SimulatedRun {
     }
 
     fn question(&self, plan: &Plan, observed_rates: ObservedRates, assumed: Option<ObservedRates>, steps_left: u64) -> ReplanRequest {
-        let (settings, shape) = (self.settings.clone(), self.shape.clone());
-        ReplanRequest { settings, shape, plan: plan.clone(), observed_rates, assumed, steps_left }
+        let request = self.settings.request(&self.shape);
+        ReplanRequest { request, plan: plan.clone(), observed_rates, assumed, steps_left }
     }
 }
 

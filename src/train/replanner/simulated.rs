@@ -24,7 +24,7 @@ impl WatchedRun {
     fn new(run: &SimulatedRun, plan: &Plan, rates: &Rates) -> Self {
         let engine = run.start(plan, rates);
         let tokens = RandomTokens::new(0, engine.shape().vocab);
-        Self { engine, watch: PlanWatch::new(run.settings.clone()), tokens, message: Vec::new(), step_ms: Vec::new() }
+        Self { engine, watch: PlanWatch::new(run.settings.request(&run.shape)), tokens, message: Vec::new(), step_ms: Vec::new() }
     }
 
     /// Goes on until `last`, a step.
@@ -37,7 +37,7 @@ impl WatchedRun {
             let report = self.engine.step(1e-3, &mut self.tokens).unwrap();
             let time = Duration::from_nanos(self.engine.now_ns() - start_ns);
             self.step_ms.push(time.as_secs_f64() * 1e3);
-            match self.watch.next((self.engine.plan(), self.engine.shape()), (step, 1000), &report, time).unwrap() {
+            match self.watch.next(self.engine.plan(), (step, 1000), &report, time).unwrap() {
                 ReplanStep::Stay => {}
                 ReplanStep::Note(words) => self.message.push((step, words)),
                 ReplanStep::Move(plan, words) => {

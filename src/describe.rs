@@ -3,7 +3,7 @@
 use serde::Serialize;
 use serde_json::Value;
 
-/// The flag that sets the field `name` of [`Settings`](super::settings::Settings), without its dashes.
+/// The flag that sets the field `name` of [`Settings`](crate::config::settings::Settings), without its dashes.
 pub(crate) fn flag_name(name: &str) -> String {
     name.replace('_', "-")
 }
@@ -52,7 +52,7 @@ fn short(number: f64) -> String {
     format!("{number:?}").trim_end_matches(".0").into()
 }
 
-/// The message that the setting `key`, a field of [`Settings`](super::settings::Settings) as JSON, changed from `then` to `now`.
+/// The message that the setting `key`, a field of [`Settings`](crate::config::settings::Settings) as JSON, changed from `then` to `now`.
 pub(crate) fn changed(key: &str, then: &Value, now: &Value) -> String {
     let ((flag, then), (flag_now, now)) = (named(key, then), named(key, now));
     let (before, after) = (text(then), text(now));
@@ -87,7 +87,7 @@ fn text(value: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::options::ResidentBuckets;
+    use crate::request::choices::ResidentBuckets;
     use serde_json::json;
 
     #[test]

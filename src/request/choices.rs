@@ -1,0 +1,225 @@
+//! Choices of a request, with words as values.
+
+use crate::device::ExpertProducts;
+use crate::model::policy::LayerPolicy;
+use clap::ValueEnum;
+use std::fmt;
+use std::str::FromStr;
+
+/// Offloading strategy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Strategy {
+    /// Speculate, validate, commit: the optimizer on the CPU runs under backward and forward.
+    Superoffload,
+    /// Validate first, then step on the CPU, then copy back.
+    ZeroOffload,
+    /// Every state stays on the device.
+    NoOffload,
+}
+
+/// Instruction set of the CPU optimizer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum IsaChoice {
+    /// The widest one that this CPU has.
+    Auto,
+    /// The scalar specification.
+    Scalar,
+    /// 256-bit vectors.
+    Avx2,
+    /// 512-bit vectors.
+    Avx512,
+    /// Arm's 128-bit vectors.
+    Neon,
+    /// Arm's vectors of any length.
+    Sve2,
+}
+
+/// Side of the link that converts gradients between formats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CastSide {
+    /// The plan decides from the measured bandwidths.
+    Auto,
+    /// The device casts and float32 crosses the link.
+    Device,
+    /// The 16-bit format crosses the link and the host casts.
+    Host,
+}
+
+/// Whether rows of a tied embedding that the batch does not use leave early: their gradient is complete once the output matrix's is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum EarlyRows {
+    /// On one device that speculates, where a micro-batch uses at most half of the rows.
+    Auto,
+    /// Also if a micro-batch uses more than half of the rows.
+    On,
+    /// All rows are stepped together.
+    Off,
+}
+
+/// Activations that a layer keeps from its forward pass for its backward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ActivationsChoice {
+    /// The plan decides, layer by layer, from the device's memory.
+    Auto,
+    /// Every layer keeps everything.
+    Keep,
+    /// Every layer computes norms and the MLP's activation again: little memory traffic, no matrix product.
+    RecomputeCheap,
+    /// Every layer keeps only its input and runs its forward pass again.
+    RecomputeBlock,
+    /// Every layer keeps its input and attention's output, in host memory: attention is not computed again.
+    HostAttention,
+    /// Every layer keeps only its input, in host memory.
+    Host,
+}
+
+impl ActivationsChoice {
+    /// The policy of every layer; `None` when the plan decides.
+    pub fn policy(self) -> Option<LayerPolicy> {
+        match self {
+            Self::Auto => None,
+            Self::Keep => Some(LayerPolicy::Keep),
+            Self::RecomputeCheap => Some(LayerPolicy::RecomputeCheap),
+            Self::RecomputeBlock => Some(LayerPolicy::RecomputeBlock),
+            Self::HostAttention => Some(LayerPolicy::HostAttention),
+            Self::Host => Some(LayerPolicy::Host),
+        }
+    }
+}
+
+/// Placement of the layers' weights while steps run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum WeightsChoice {
+    /// On every device, unless another placement makes the model fit or a step faster.
+    Auto,
+    /// On every device.
+    #[value(alias = "stationary")]
+    #[serde(alias = "stationary")]
+    Replicated,
+    /// Each device of a process stores a part and copies the other parts from its peers, layer by layer, forward and backward.
+    Sharded,
+    /// Sharded over the devices of all processes; weights of other processes cross the network layer by layer.
+    FullySharded,
+    /// In host memory; weights stream to the device layer by layer, forward and backward.
+    Flow,
+}
+
+/// Transport of gradient and weight slices between processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Transport {
+    /// NCCL between GPUs where all processes have it, else TCP.
+    Auto,
+    /// NVIDIA's library, from GPU to GPU.
+    Nccl,
+    /// Through host memory and sockets.
+    Tcp,
+}
+
+/// Implementation of attention on a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AttentionChoice {
+    /// cuDNN for 16-bit formats, the engine's own kernel for float32.
+    Auto,
+    /// NVIDIA's fused kernels.
+    Cudnn,
+    /// The engine's own kernel.
+    Plain,
+}
+
+/// Implementation of the experts' matrix products on a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ExpertProductsChoice {
+    /// cuBLASLt where supported, else the engine's own kernels; a resumed run keeps its implementation.
+    Auto,
+    /// The engine's own kernels.
+    Own,
+    /// cuBLASLt's grouped layouts, from 13.8 on.
+    Cublaslt,
+}
+
+impl From<ExpertProducts> for ExpertProductsChoice {
+    fn from(by: ExpertProducts) -> Self {
+        match by {
+            ExpertProducts::Own => Self::Own,
+            ExpertProducts::Cublaslt => Self::Cublaslt,
+        }
+    }
+}
+
+/// Kind of host memory that holds the offloaded states.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HostMemoryKind {
+    /// Locked pages, copied explicitly.
+    Pinned,
+    /// One address on both sides, and every optimizer on the GPU: CUDA managed memory, or the system's where the GPU shares its
+    /// page tables.
+    Unified,
+}
+
+/// A technique that can be turned off at run time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Technique {
+    /// Speculation, then validation.
+    Stv,
+    /// Earliest deadline first on the optimizer pool.
+    DeadlineOrder,
+    /// Resident tail buckets.
+    Repartition,
+    /// Casts on the device.
+    SuperchipCast,
+    /// Vector CPU Adam.
+    GraceAdam,
+    /// Cache and bandwidth partitions, core affinity.
+    Mpam,
+    /// Weights that stream layer by layer.
+    WeightFlow,
+    /// Speculation pauses while clips are frequent.
+    Adaptive,
+    /// Updates are written to the state while no gradients come.
+    EarlyCommit,
+}
+
+/// Number of tail buckets with optimizer state on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ResidentBuckets {
+    /// The plan decides.
+    Auto,
+    /// Every bucket: nothing is offloaded.
+    All,
+    /// This many.
+    Count(usize),
+}
+
+impl fmt::Display for ResidentBuckets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::All => f.write_str("all"),
+            Self::Count(count) => write!(f, "{count}"),
+        }
+    }
+}
+
+impl FromStr for ResidentBuckets {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "all" => Ok(Self::All),
+            number => number.parse().map(Self::Count).map_err(|_| "expected a number of buckets, `auto` or `all`".to_string()),
+        }
+    }
+}
