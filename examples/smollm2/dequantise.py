@@ -9,6 +9,7 @@ tokenizers. `--dtype float32` keeps every bit of the decoded weights; bfloat16, 
 
 import argparse
 import json
+import math
 import pathlib
 import struct
 import sys
@@ -82,13 +83,19 @@ class Gguf:
         return struct.unpack(layout, self.take(struct.calcsize(layout)))
 
     def string(self):
-        return str(self.take(*self.numbers("<Q")), "utf-8")
+        text = bytes(self.take(*self.numbers("<Q")))
+        try:
+            return text.decode()
+        except UnicodeDecodeError:
+            raise Unreadable(f"a text that ends at byte {self.at} is not UTF-8") from None
 
     def value(self, kind):
         if kind == STRING:
             return self.string()
         if kind == ARRAY:
             element, count = self.numbers("<IQ")
+            if element == ARRAY:
+                raise Unreadable("metadata with arrays of arrays")
             return [self.value(element) for _ in range(count)]
         if kind not in SCALARS:
             raise Unreadable(f"metadata of the unknown type {kind}")
@@ -99,16 +106,20 @@ class Gguf:
         shape = self.numbers(f"<{dimensions}Q")[::-1]
         return name, (shape, *self.numbers("<IQ"))
 
+    def of(self, key):
+        """Metadata that a model must have."""
+        if key not in self.metadata:
+            raise Unreadable(f"metadata {key} is missing")
+        return self.metadata[key]
+
     def tensor(self, name):
         """Values in float32."""
-        if name not in self.tensors:
-            raise Unreadable(f"tensor {name} is missing")
         shape, kind, offset = self.tensors[name]
         if kind not in FORMATS:
             raise Unreadable(f"tensor {name} has format {kind}; this script decodes " + ", ".join(row[0] for row in FORMATS.values()))
         _, size, values, decode = FORMATS[kind]
         self.at = self.start + offset
-        count = int(numpy.prod(shape))
+        count = math.prod(shape)
         if count % values:
             raise Unreadable(f"tensor {name} has {count} values, no whole number of blocks")
         return decode(self.take(count // values * size)).reshape(shape)
@@ -118,6 +129,8 @@ def halves_from_pairs(matrix, heads):
     """Rows of queries or keys in the order of Hugging Face. GGUF has the two values that are rotated together side by side; Hugging Face has the
     first values of all pairs in the first half of a head."""
     rows, columns = matrix.shape
+    if heads < 1 or rows % (2 * heads):
+        raise Unreadable(f"{rows} rows of queries or keys cannot be {heads} heads of pairs")
     return matrix.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
@@ -140,10 +153,7 @@ def theirs(name):
 
 
 def setting(file, key):
-    key = f"llama.{key}"
-    if key not in file.metadata:
-        raise Unreadable(f"metadata {key} is missing")
-    return file.metadata[key]
+    return file.of(f"llama.{key}")
 
 
 def weights(file):
@@ -182,7 +192,7 @@ def config(file, dtype):
         "max_position_embeddings": setting(file, "context_length"), "rms_norm_eps": float(f"{setting(file, 'attention.layer_norm_rms_epsilon'):.6g}"),
         "rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}, "attention_bias": False, "attention_dropout": 0.0,
         "mlp_bias": False, "initializer_range": 0.02, "tie_word_embeddings": "output.weight" not in file.tensors, "dtype": dtype,
-        "vocab_size": len(file.metadata["tokenizer.ggml.tokens"]), **ids,
+        "vocab_size": len(file.of("tokenizer.ggml.tokens")), **ids,
     }  # fmt: skip
 
 
@@ -190,15 +200,14 @@ def tokenizer(file):
     """The byte-level BPE of the metadata. The splitting rule `smollm` takes digits one by one."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    meta = file.metadata
-    rule = (meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre"))
+    rule = (file.of("tokenizer.ggml.model"), file.of("tokenizer.ggml.pre"))
     if rule != ("gpt2", "smollm"):
         raise Unreadable(f"tokenizer {rule}; this script knows ('gpt2', 'smollm')")
-    tokens = meta["tokenizer.ggml.tokens"]
-    made = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, [tuple(pair.split(" ")) for pair in meta["tokenizer.ggml.merges"]]))
+    tokens, merges = file.of("tokenizer.ggml.tokens"), [tuple(pair.split(" ")) for pair in file.of("tokenizer.ggml.merges")]
+    made = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
     made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     made.decoder = decoders.ByteLevel()
-    special = [token for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"]) if kind in CONTROL_TOKENS]
+    special = [token for token, kind in zip(tokens, file.of("tokenizer.ggml.token_type")) if kind in CONTROL_TOKENS]
     made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return made
 
@@ -208,11 +217,11 @@ def write(folder, name, value):
 
 
 def convert(file, folder, dtype):
-    architecture = file.metadata.get("general.architecture")
+    architecture = file.of("general.architecture")
     if architecture != "llama":
         raise Unreadable(f"architecture {architecture}; this script converts llama")
     folder.mkdir(parents=True, exist_ok=True)
-    settings, tokens = config(file, dtype), file.metadata["tokenizer.ggml.tokens"]
+    settings, tokens = config(file, dtype), file.of("tokenizer.ggml.tokens")
     ids = {name: settings[f"{name}_token_id"] for name in ("bos", "eos", "pad")}
     words = {f"{name}_token": tokens[index] for name, index in ids.items() if index is not None}
     tokenizer(file).save(str(folder / "tokenizer.json"))
@@ -220,7 +229,7 @@ def convert(file, folder, dtype):
     write(folder, "generation_config.json", {f"{name}_token_id": index for name, index in ids.items() if index is not None})
     write(folder, "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": settings["max_position_embeddings"], **words, "unk_token": tokens[0],
-        "clean_up_tokenization_spaces": False, "chat_template": file.metadata["tokenizer.chat_template"],
+        "clean_up_tokenization_spaces": False, "chat_template": file.of("tokenizer.chat_template"),
     })  # fmt: skip
     write_safetensors(folder / "model.safetensors", weights(file), dtype)
 
