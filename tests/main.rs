@@ -47,6 +47,7 @@ mod python;
 mod ranks;
 mod ranks_mutants;
 mod readme;
+mod real_model;
 mod records;
 mod replan;
 mod report;
