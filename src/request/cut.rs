@@ -65,8 +65,8 @@ impl StepCut {
 
     /// Micro-batches of a step, on all GPUs together.
     pub(crate) fn micro_batches(&self, split: StepSplit) -> usize {
-        let one_a_share = self.partial_sums() / self.sequence_ranks.max(1);
-        split.accumulation.map_or(one_a_share, |steps| steps.saturating_mul(self.groups()))
+        let one_each = self.partial_sums() / self.sequence_ranks.max(1);
+        split.accumulation.map_or(one_each, |steps| steps.saturating_mul(self.groups()))
     }
 
     /// The step with this `split`.
@@ -125,12 +125,12 @@ impl StepCut {
             return Err(Error::usage(format!("--tokens-per-step {tokens}: not a multiple of the sequence length, {seq_length}{on_each}")));
         }
         let sequences = tokens / seq_length / groups;
-        let said_batch = Some(given.micro_batch).filter(|_| !self.is_batch_open);
-        let said_steps = given.accumulation.or(said_batch.map(|batch| (sequences / batch).max(1)));
-        let steps = said_steps.map_or(1..=sequences.min(OPEN_MAX), |steps| steps..=steps);
+        let given_batch = Some(given.micro_batch).filter(|_| !self.is_batch_open);
+        let given_steps = given.accumulation.or(given_batch.map(|batch| (sequences / batch).max(1)));
+        let steps = given_steps.map_or(1..=sequences.min(OPEN_MAX), |steps| steps..=steps);
         let split = |steps: usize| {
             let micro_batch = sequences / steps;
-            let is_exact = sequences.is_multiple_of(steps) && said_batch.is_none_or(|given| given == micro_batch);
+            let is_exact = sequences.is_multiple_of(steps) && given_batch.is_none_or(|given| given == micro_batch);
             let parts = steps * groups * self.sequence_ranks;
             let is_allowed = micro_batch * seq_length <= MICRO_BATCH_TOKENS_MAX && parts.is_multiple_of(self.partial_sums());
             (is_exact && is_allowed).then_some(StepSplit { micro_batch, accumulation: Some(steps) })

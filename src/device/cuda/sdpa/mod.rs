@@ -150,7 +150,7 @@ impl Sdpa {
         if forward.is_empty() && backward.is_empty() {
             return Ok(());
         }
-        let mut wanted = forward.iter().map(|of| Wanted::forward(*of, self.limits)).collect::<Result<Vec<_>>>()?;
+        let mut wanted = forward.iter().map(|of| WantedGraph::forward(*of, self.limits)).collect::<Result<Vec<_>>>()?;
         for plans in &backward {
             wanted.extend(plans.wanted(self.limits, self.deterministic)?);
         }
@@ -168,7 +168,7 @@ impl Sdpa {
     }
 
     /// Compiles plans on several threads, if available, and returns them in order.
-    fn compile(&mut self, wanted: &[Wanted]) -> Result<Vec<ExecutionPlan>> {
+    fn compile(&mut self, wanted: &[WantedGraph]) -> Result<Vec<ExecutionPlan>> {
         let threads = available_parallelism().map_or(1, usize::from).min(COMPILING_MAX).min(wanted.len());
         while self.compilers.len() + 1 < threads {
             self.compilers.push(Connection::new(self.connection.cudnn, self.stream)?);
@@ -266,13 +266,13 @@ impl Sdpa {
 }
 
 /// A plan to be compiled.
-struct Wanted {
+struct WantedGraph {
     shape: AttentionShape,
     dtype: Dtype,
     graph: Graph,
 }
 
-impl Wanted {
+impl WantedGraph {
     fn forward((shape, dtype): (AttentionShape, Dtype), limits: &AttentionLimits) -> Result<Self> {
         let format = supported(&shape, dtype, limits)?;
         Ok(Self { shape, dtype, graph: attention::forward(&shape, format) })
@@ -303,11 +303,11 @@ impl BackwardPlans {
     }
 
     /// The plans to compile, by size.
-    fn wanted(&self, limits: &AttentionLimits, deterministic: bool) -> Result<Vec<Wanted>> {
+    fn wanted(&self, limits: &AttentionLimits, deterministic: bool) -> Result<Vec<WantedGraph>> {
         let (shape, dtype, _) = self.of;
         let format = supported(&shape, dtype, limits)?;
         let graph = |size| attention::backward(&shape, &self.part, size, format, deterministic);
-        Ok(self.sizes().into_iter().map(|size| Wanted { shape, dtype, graph: graph(size) }).collect())
+        Ok(self.sizes().into_iter().map(|size| WantedGraph { shape, dtype, graph: graph(size) }).collect())
     }
 
     /// Takes the compiled plans from the front of `made`.

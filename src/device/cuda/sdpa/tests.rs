@@ -192,14 +192,15 @@ fn one_block_is_enqueued_whole_and_several_one_by_one() {
 fn cudnn_compiles_its_fused_kernels_for_every_kind_of_graph() {
     let cudnn = Cudnn::open(&Libraries::new(&[], 13)).unwrap();
     let mut targets = [(); 2].map(|()| Target::Described(h200(cudnn)));
-    let mut compile = |wanted: &[Wanted]| make_all(&mut targets, wanted, || Ok(()), |target, wanted| wanted.build(cudnn, target));
+    let mut compile = |wanted: &[WantedGraph]| make_all(&mut targets, wanted, || Ok(()), |target, wanted| wanted.build(cudnn, target));
     let mha = AttentionShape { kv_heads: 8, ..SHAPE };
     let windowed = AttentionShape { window: Some(128), ..SHAPE };
     let odd = AttentionShape { batch: 1, seq_length: 77, heads: 3, kv_heads: 1, head_dim: 40, ..SHAPE };
     for (shape, name) in [(SHAPE, "gqa"), (mha, "mha"), (windowed, "window"), (odd, "odd")] {
         for (dtype, deterministic) in [(Dtype::Bfloat16, true), (Dtype::Bfloat16, false), (Dtype::Float16, true)] {
             let limits = AttentionLimits::of(9);
-            let forward = compile(&[Wanted::forward((shape, dtype), limits).unwrap()]).unwrap_or_else(|e| panic!("{name} {dtype}: {e}"));
+            let forward =
+                compile(&[WantedGraph::forward((shape, dtype), limits).unwrap()]).unwrap_or_else(|e| panic!("{name} {dtype}: {e}"));
             let forward = &forward[0];
             assert!(forward.json().contains("\"finalizeMode\":\"SDPA_FWD\""), "{name} {dtype}");
             for block in [shape.seq_length, 192, 40] {
