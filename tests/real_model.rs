@@ -8,6 +8,9 @@ use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 
+/// Both systems begin with the same weights and rows, and multiply in bfloat16.
+const FIRST_LOSS_ERROR_MAX: f64 = 5e-3;
+
 /// Runs the tests of the scripts. Tests whose Python packages are missing are skipped.
 #[test]
 fn scripts_of_the_example_pass_their_tests() {
@@ -37,11 +40,6 @@ fn text_of(document: &str) -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(document)).unwrap()
 }
 
-/// Recorded runs of a system on a device.
-fn runs<'a>(lines: &'a [Value], system: &str, device: &str) -> Vec<&'a Value> {
-    lines.iter().filter(|line| line["system"] == system && line["device"] == device).collect()
-}
-
 fn number(line: &Value, pointer: &str) -> f64 {
     line.pointer(pointer).and_then(Value::as_f64).unwrap_or_else(|| panic!("{pointer} in {line}"))
 }
@@ -56,7 +54,7 @@ fn cell(runs: &[&Value], pointer: &str, factor: f64, digits: usize) -> String {
 
 fn row(name: &str, runs: &[&Value]) -> String {
     let (loss, score) = (cell(runs, "/after/held_out_loss", 1.0, 3), cell(runs, "/after/score", 100.0, 1));
-    format!("| {name} | {} | {loss} | {score} | {} |", number(runs[0], "/tokens"), cell(runs, "/seconds/steps", 1.0, 1))
+    format!("| {name} | {} | {loss} | {score} | {} |", number(runs[0], "/tokens"), cell(runs, "/step_ms/median", 1.0, 0))
 }
 
 /// The guide's table has the recorded runs, with equal settings in both systems.
@@ -64,23 +62,21 @@ fn row(name: &str, runs: &[&Value]) -> String {
 fn the_table_of_the_real_model_is_of_recorded_runs() {
     let lines: Vec<Value> =
         text_of("paper-figures/results/h200-fine-tune.jsonl").lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let (ours, trl, cpu) = (runs(&lines, "superoffload", "cuda"), runs(&lines, "trl", "cuda"), runs(&lines, "superoffload", "cpu"));
-    assert!(ours.len() == 3 && trl.len() == 3 && cpu.len() == 1 && lines.len() == 7);
+    let [ours, trl] = ["superoffload", "trl"].map(|system| lines.iter().filter(|line| line["system"] == system).collect::<Vec<_>>());
+    assert!(ours.len() == 3 && trl.len() == 3 && lines.len() == 6);
     for (have, like) in ours.iter().zip(&trl) {
         assert!(["seed", "settings", "before", "tokens"].iter().all(|key| have[key] == like[key]), "{have} {like}");
-        assert_eq!(have["loss"][0].as_f64().map(|loss| (10.0 * loss).round()), like["loss"][0].as_f64().map(|loss| (10.0 * loss).round()));
+        assert!((number(have, "/loss/0") - number(like, "/loss/0")).abs() < FIRST_LOSS_ERROR_MAX, "{have} {like}");
     }
-    assert!(number(cpu[0], "/tokens") <= 2e5);
     let chance = 100.0 / 4.0;
     let before = (number(ours[0], "/before/held_out_loss"), 100.0 * number(ours[0], "/before/score"));
-    assert!((before.1 - chance).abs() < 10.0, "{before:?}");
-    assert!(ours.iter().chain(&trl).all(|line| 100.0 * number(line, "/after/score") > 2.0 * chance));
+    assert!(before.1 < 1.5 * chance, "{before:?}");
+    assert!(ours.iter().chain(&trl).all(|line| 100.0 * number(line, "/after/score") > 3.0 * chance));
     let guide = text_of("docs/guide/evaluation.md");
     let rows = [
-        format!("| before | 0 | {:.3} | {:.1} | |", before.0, before.1),
+        format!("| nothing | 0 | {:.3} | {:.1} | |", before.0, before.1),
         row("`superoffload train`", &ours),
         row("TRL's SFTTrainer", &trl),
-        row("`superoffload train` on the CPU", &cpu),
     ];
     assert!(guide.contains(&rows.join("\n")), "docs/guide/evaluation.md does not have these rows:\n{}", rows.join("\n"));
 }
