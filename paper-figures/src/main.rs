@@ -6,11 +6,13 @@ mod csv;
 mod error;
 mod figure;
 mod lines;
+mod numbers;
 mod parameters;
 mod plot;
 mod program;
 mod run;
 mod series;
+mod system;
 #[cfg(test)]
 mod tests;
 mod timeline;
@@ -18,6 +20,7 @@ mod training;
 mod unfinished;
 mod verdict;
 mod weight_flow;
+mod workload;
 
 use clap::{Parser, Subcommand};
 use error::{Error, Result};
@@ -45,7 +48,7 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// List every figure and table: what it shows, and how far it is reproduced.
+    /// List every figure and table, a line each: outcome, resources, minutes on a CPU, title.
     List,
     /// Print a figure's claim and the numbers that the paper reports.
     Show {
@@ -81,7 +84,7 @@ enum Command {
     },
     /// Check lines, pictures and claims of every figure; exit 1 if something is wrong.
     Check,
-    /// Write the table of verdicts into the README.
+    /// Write the table of verdicts into the README, and numbers into the figures' pages.
     Table,
     /// Run, draw and check every figure, in target/paper-figures.
     All {
@@ -160,32 +163,23 @@ fn find<'a>(figures: &'a [Figure], id: &str) -> Result<&'a Figure> {
     figures.iter().find(|figure| figure.id == id).ok_or_else(|| Error::Usage(format!("no figure {id}: there are {}", known())))
 }
 
-/// One paragraph per figure, as wide as the terminal.
+/// One line per figure: id, outcome, resources besides a CPU, minutes on a CPU, title. `show` has the whole verdict.
 fn list(figures: &[Figure]) -> Result<String> {
-    let columns = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok()).unwrap_or(COLUMNS);
-    let entry = |figure: &Figure| Ok(format!("{:<10}{}\n{}", figure.id, figure.title, wrapped(&verdict::verdict(figure)?, 10, columns)));
-    figures.iter().map(entry).collect()
-}
-
-/// Default number of columns if the shell does not set `COLUMNS`.
-const COLUMNS: usize = 100;
-
-/// Wraps `text` into indented lines of at most `columns` characters; longer words stay whole.
-fn wrapped(text: &str, indent: usize, columns: usize) -> String {
-    let mut lines = vec![String::new()];
-    for word in text.split_whitespace() {
-        let line = lines.last_mut().expect("there is a first line");
-        if line.is_empty() {
-            line.push_str(word);
-        } else if indent + line.chars().count() + 1 + word.chars().count() <= columns {
-            line.push(' ');
-            line.push_str(word);
-        } else {
-            lines.push(word.into());
-        }
+    let mut text = format!("{:<9} {:<10} {:<12} {:>7}  {}\n", "figure", "outcome", "more with", "minutes", "title");
+    for figure in figures {
+        let outcome = verdict::outcome(figure)?;
+        let word = OUTCOMES.into_iter().find(|(start, _)| outcome.starts_with(start)).map_or("not run", |(_, word)| word);
+        let mut needs: Vec<&str> = figure.config.run.iter().map(|run| run.needs.as_str()).filter(|needs| !needs.is_empty()).collect();
+        needs.dedup();
+        let needs = if needs.is_empty() { "-".into() } else { needs.join(", ") };
+        text += &format!("{:<9} {word:<10} {needs:<12} {:>7}  {}\n", figure.id, figure.config.minutes, figure.title);
     }
-    lines.iter().map(|line| format!("{:indent$}{line}\n", "")).collect()
+    Ok(text)
 }
+
+/// Words of `list`, by the beginning of an outcome.
+const OUTCOMES: [(&str, &str); 4] =
+    [("reproduced", "reproduced"), ("deviates", "deviates"), ("same shape", "same shape"), ("drawn for this repository", "own")];
 
 /// The figure with its output folder. Output goes to the figure's own folder only with `record`, and only if the program can be rebuilt
 /// from its commit.
@@ -229,19 +223,29 @@ fn check(args: &Args, figures: &[Figure]) -> Result<Output> {
             wrong.push(format!("{}: figure.svg is not what its lines draw: run `plot {}`", figure.id, figure.id));
         }
     }
-    let path = args.dir.join("README.md");
-    let current = std::fs::read_to_string(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
-    if verdict::readme(&path, &verdict::table(figures)?)? != current {
-        wrong.push("README.md: the table is not what the lines say: run `table`".into());
+    for (path, text) in pages(args, figures)? {
+        if std::fs::read_to_string(&path).map_err(|source| Error::Io { path: path.clone(), source })? != text {
+            wrong.push(format!("{}: not what the lines say: run `table`", path.strip_prefix(&args.dir).unwrap_or(&path).display()));
+        }
     }
     Ok(Output::complaints(&wrong))
 }
 
 fn table(args: &Args, figures: &[Figure]) -> Result<Output> {
-    let path = args.dir.join("README.md");
-    let text = verdict::readme(&path, &verdict::table(figures)?)?;
-    std::fs::write(&path, text).map_err(|source| Error::Io { path, source })?;
+    for (path, text) in pages(args, figures)? {
+        std::fs::write(&path, text).map_err(|source| Error::Io { path, source })?;
+    }
     Ok(Output::good(""))
+}
+
+/// Pages with numbers from lines, as they should be.
+fn pages(args: &Args, figures: &[Figure]) -> Result<Vec<(PathBuf, String)>> {
+    let path = args.dir.join("README.md");
+    let mut pages = vec![(path.clone(), verdict::readme(&path, &verdict::table(figures)?)?)];
+    for figure in figures {
+        pages.push((figure.folder.join("README.md"), verdict::page(figure)?));
+    }
+    Ok(pages)
 }
 
 fn all(args: &Args, figures: &[Figure], place: Recording, with: &[String]) -> Result<Output> {
