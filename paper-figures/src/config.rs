@@ -488,6 +488,11 @@ impl Run {
         }
     }
 
+    /// GPUs that a call needs, if it needs one at all.
+    pub fn gpus(&self) -> u64 {
+        self.flags.get("gpus").and_then(toml::Value::as_integer).and_then(|gpus| gpus.try_into().ok()).unwrap_or(1)
+    }
+
     /// The values of the flags for every call. The last flag changes fastest.
     pub fn combinations(&self, is_quick: bool) -> Vec<BTreeMap<String, toml::Value>> {
         let mut flags = self.flags.clone();

@@ -1,15 +1,18 @@
 //! `paper-figures` draws and checks every figure and table of the SuperOffload paper, from the recorded lines of runs.
 
 mod check;
+mod claim;
 mod config;
 mod csv;
 mod error;
 mod figure;
 mod lines;
+mod machine;
 mod numbers;
 mod parameters;
 mod plot;
 mod program;
+mod reproduce;
 mod run;
 mod series;
 mod system;
@@ -86,6 +89,23 @@ enum Command {
     Check,
     /// Write the table of verdicts into the README, and numbers into the figures' pages.
     Table,
+    /// Run again and judge the claims of ARTIFACT.md that this machine can check; exit 1 if one fails.
+    Reproduce {
+        /// `C1`, or none for all claims.
+        claims: Vec<String>,
+        /// Only cheap sweeps, with small sizes: under a minute.
+        #[arg(long)]
+        kick_the_tires: bool,
+        /// Say what would run and how long, and run nothing.
+        #[arg(long)]
+        dry_run: bool,
+        /// `builds`: cargo, and 20 minutes for builds by features.
+        #[arg(long, value_name = "builds")]
+        with: Vec<String>,
+        /// Where it writes [default: target/reproduce].
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
     /// Run, draw and check every figure, in target/paper-figures.
     All {
         /// As in `run`.
@@ -144,6 +164,10 @@ fn run(args: &Args) -> Result<Output> {
         Command::Timelines { trace } => timeline::of_each_plan(trace).map(|plans| Output::good(format!("{}\n", Value::Array(plans)))),
         Command::Check => check(args, &figures),
         Command::Table => table(args, &figures),
+        Command::Reproduce { claims, kick_the_tires, dry_run, with, out } => {
+            let options = (*kick_the_tires, *dry_run, with.iter().any(|with| with == "builds"));
+            reproduce(args, &figures, (claims, out.as_deref()), options)
+        }
         Command::All { kick_the_tires: true, out, with, .. } => kick_the_tires(args, figures, out.as_deref(), with),
         Command::All { record, out, with, .. } => all(args, &figures, (*record, out.as_deref()), with),
     }
@@ -238,10 +262,39 @@ fn table(args: &Args, figures: &[Figure]) -> Result<Output> {
     Ok(Output::good(""))
 }
 
+/// Prints the machine and the plan at once, and the verdicts at the end.
+fn reproduce(args: &Args, figures: &[Figure], (ids, out): (&[String], Option<&Path>), options: (bool, bool, bool)) -> Result<Output> {
+    let ((is_quick, is_dry, builds), machine, all) = (options, machine::Machine::this(), claim::all(figures));
+    let unknown = ids.iter().find(|id| !all.iter().any(|claim| claim.id == **id));
+    if let Some(id) = unknown {
+        return Err(Error::Usage(format!("no claim {id}: there are C1 to C{}", all.len())));
+    }
+    let claims: Vec<_> = all.into_iter().filter(|claim| ids.is_empty() || ids.contains(&claim.id)).collect();
+    let out = out.map_or_else(|| args.dir.join("../target/reproduce"), Path::to_path_buf);
+    let resources = claim::Resources { gpus: machine.gpus.len() as u64, builds };
+    let options = reproduce::Options { is_quick, resources, out: &out };
+    let superchip = machine.superchip().map(|name| format!("{name}: `superoffload superchip-check` measures it, too\n"));
+    print(&Output::good(format!("{machine}\n{}{}\n", superchip.unwrap_or_default(), reproduce::plan(&claims, &options))))?;
+    if is_dry {
+        return Ok(Output::good(""));
+    }
+    let programs = programs(args)?;
+    let mut verdicts = Vec::new();
+    for claim in &claims {
+        verdicts.push((claim.id.clone(), claim.figure.id.clone(), reproduce::judge(claim, &programs, &options)?));
+    }
+    let (text, is_good) = reproduce::report(&verdicts);
+    Ok(Output { text, is_good })
+}
+
 /// Pages with numbers from lines, as they should be.
 fn pages(args: &Args, figures: &[Figure]) -> Result<Vec<(PathBuf, String)>> {
     let path = args.dir.join("README.md");
     let mut pages = vec![(path.clone(), verdict::readme(&path, &verdict::table(figures)?)?)];
+    let artifact = args.dir.join("ARTIFACT.md");
+    if artifact.exists() {
+        pages.push((artifact.clone(), verdict::readme(&artifact, &claim::table(figures)?)?));
+    }
     for figure in figures {
         pages.push((figure.folder.join("README.md"), verdict::page(figure)?));
     }

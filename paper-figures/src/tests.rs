@@ -345,6 +345,35 @@ fn only_affected_figures_are_run() {
 }
 
 #[test]
+fn claims_are_run_again_and_judged() {
+    let folder = Folder::new();
+    let out = folder.path("out");
+    let reproduce = |args: &[&str]| folder.run(&[&["reproduce", "--out", out.to_str().unwrap()], args].concat()).unwrap();
+    assert!(reproduce(&["--dry-run"]).is_good && !out.exists());
+    let output = reproduce(&[]);
+    assert!(output.is_good && output.text.starts_with("C1   fig-00    confirmed  1 of 1 sweeps run again"), "{}", output.text);
+    assert!(out.join("fig-00_test/figure.png").exists());
+    assert!(reproduce(&["C1", "--kick-the-tires"]).is_good);
+    assert_eq!(folder.run(&["reproduce", "C2"]).err().unwrap().to_string(), "no claim C2: there are C1 to C1");
+    // A published value that the program does not give fails.
+    let lines = fs::read_to_string(folder.path("fig-00_test/results/lines.jsonl")).unwrap();
+    let value = lines::number(&serde_json::from_str(lines.lines().next().unwrap()).unwrap(), "efficiency_percent").unwrap();
+    folder.write("fig-00_test/results/lines.jsonl", &lines.replace(&value.to_string(), "99.5"));
+    let output = reproduce(&[]);
+    assert!(
+        !output.is_good && output.text.contains("FAILED     ours at 100 is 12.7") && output.text.contains("99.5 was published"),
+        "{}",
+        output.text
+    );
+    // A sweep that needs a GPU is not run without one.
+    folder.write("fig-00_test/results/lines.jsonl", &lines);
+    folder.write("fig-00_test/config.toml", &CONFIG.replace("quick", "needs = \"gpu\"\nquick"));
+    if machine::Machine::this().gpus.is_empty() {
+        assert!(reproduce(&[]).text.contains("not run    published lines agree"));
+    }
+}
+
+#[test]
 fn missing_files_are_errors() {
     let folder = Folder::new();
     let error = |args: &[&str]| folder.run(args).err().unwrap();

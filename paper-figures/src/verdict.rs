@@ -86,7 +86,7 @@ pub fn page(figure: &Figure) -> Result<String> {
     Numbers::of(figure)?.page(&text).map_err(|cause| Error::Format { path, cause })
 }
 
-/// Returns the README at `path` with `table` in its place.
+/// Returns the page at `path` with `table` in its place.
 ///
 /// # Errors
 /// Errors of reading the README; an error if it has no place for the table.
