@@ -134,7 +134,7 @@ fn trend(curves: &[Curve], rule: &Trend) -> Option<String> {
     if pairs.peek().is_none() {
         return Some(format!("{:?} and {:?} have no place in common: {}", rule.above, rule.below, rule.claim));
     }
-    let (high, low) = pairs.find(|(high, low)| high.y < rule.factor * low.y)?;
+    let (high, low) = pairs.find(|(high, low)| !high.does_not_fit && !low.does_not_fit && high.y < rule.factor * low.y)?;
     let cause = format!("{} is {} and {} is {} at {}", rule.above, high.y, rule.below, low.y, high.label);
     Some(format!("reversed: {}: {cause}", rule.claim))
 }

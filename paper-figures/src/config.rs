@@ -175,6 +175,9 @@ pub struct Series {
     /// Selects the lines measured from this time on, in seconds of Unix time.
     #[serde(default)]
     pub since: f64,
+    /// Draws the range of a line's steps, by its `step_ms`.
+    #[serde(default)]
+    pub range_of_steps: bool,
     /// Origin of the numbers.
     pub origin: Origin,
     /// Name of the series' frame; by default the frame of `plot`.

@@ -92,7 +92,7 @@ impl Numbers {
         let unknown = || format!("no series and no number is named {name:?}");
         if let Some((id, label)) = name.split_once('@') {
             let curve = self.curves.get(id).ok_or_else(unknown)?;
-            let point = curve.points.iter().find(|point| point.label == label);
+            let point = curve.points.iter().find(|point| point.label == label && !point.does_not_fit);
             return point.map(|point| point.y).ok_or_else(|| format!("{:?} has no point at {label:?}", curve.name));
         }
         let (fold, name) = name.split_once(' ').unwrap_or(("last", name));
@@ -218,7 +218,7 @@ mod tests {
     use crate::series::Point;
 
     fn numbers() -> Numbers {
-        let point = |(label, y): (&str, f64)| Point { label: label.into(), x: None, y, spread: None };
+        let point = |(label, y): (&str, f64)| Point { label: label.into(), x: None, y, spread: None, does_not_fit: false };
         let curve = |name: &str, points: &[(&str, f64)]| Curve {
             name: name.into(),
             origin: Origin::Measured,

@@ -17,8 +17,10 @@ pub struct Point {
     pub x: Option<f64>,
     /// Value in the unit of the axis.
     pub y: f64,
-    /// Range of several runs.
+    /// Range of several runs, or of the steps of one.
     pub spread: Option<Spread>,
+    /// The run does not fit the machine, so that `y` is 0.
+    pub does_not_fit: bool,
 }
 
 /// Lowest and highest of several runs.
@@ -117,7 +119,7 @@ fn one_of(mut group: Vec<(Option<f64>, Point)>, pick: Pick) -> Option<Point> {
         Pick::Best => group.sort_by(|a, b| a.0.unwrap_or(a.1.y).total_cmp(&b.0.unwrap_or(b.1.y))),
         Pick::Median => group.sort_by(|a, b| a.1.y.total_cmp(&b.1.y)),
     }
-    let spread = Some(spread).filter(|_| runs > 1 && pick != Pick::Last);
+    let spread = if runs > 1 && pick != Pick::Last { Some(spread) } else { group[0].1.spread };
     let (_, upper) = if pick == Pick::Median { group[runs / 2].clone() } else { group.pop()? };
     let lower = if pick == Pick::Median { group[(runs - 1) / 2].1.clone() } else { upper.clone() };
     let x = lower.x.zip(upper.x).map(|(a, b)| (a + b) / 2.0);
@@ -157,9 +159,20 @@ fn point(series: &Series, line: &Value) -> Option<Point> {
     let paths = if series.label.is_empty() { &series.x } else { &series.label };
     let message = paths.split(' ').map(|path| lines::field(line, path).map(message)).collect::<Option<Vec<_>>>()?.join(" ");
     let label = series.labels.get(&message).cloned().unwrap_or(message);
+    if line.get("does_not_fit").is_some() {
+        return Some(Point { label, x: None, y: 0.0, spread: None, does_not_fit: true });
+    }
     let over = series.over.as_ref().map_or(Some(1.0), |path| lines::number(line, path))?;
     let counted = if series.full_attention { attention_in_full(line)? } else { 1.0 };
-    Some(Point { label, x, y: lines::number(line, &series.y)? * counted * series.y_scale / over + series.y_offset, spread: None })
+    let y = lines::number(line, &series.y)? * counted * series.y_scale / over + series.y_offset;
+    let spread = series.range_of_steps.then(|| of_steps(line, y)).flatten();
+    Some(Point { label, x, y, spread, does_not_fit: false })
+}
+
+/// Range of a rate over the steps of one run.
+fn of_steps(line: &Value, rate: f64) -> Option<Spread> {
+    let [median, min, max] = ["median", "min", "max"].map(|name| lines::number(line, &format!("step_ms.{name}")));
+    Some(Spread { low: rate * median? / max?, high: rate * median? / min?, runs: 1 })
 }
 
 /// Factor by which a line's FLOPs per GPU grow if attention is counted in full. Causal attention omits half of it.
@@ -208,6 +221,16 @@ mod tests {
     }
 
     #[test]
+    fn a_run_that_does_not_fit_is_a_point_and_steps_have_a_range() {
+        let series: Series =
+            toml::from_str("name = \"s\"\norigin = \"measured\"\nx = \"cell\"\ny = \"rate\"\nrange_of_steps = true\n").unwrap();
+        let missing = point(&series, &serde_json::json!({"cell": "a", "does_not_fit": "out of memory"})).unwrap();
+        assert!(missing.does_not_fit && missing.y == 0.0);
+        let line = serde_json::json!({"cell": "a", "rate": 100.0, "step_ms": {"median": 10.0, "min": 8.0, "max": 20.0}});
+        assert_eq!(point(&series, &line).unwrap().spread, Some(Spread { low: 50.0, high: 125.0, runs: 1 }));
+    }
+
+    #[test]
     fn heights_are_percent_of_the_whole() {
         let points = |heights: [f64; 2]| ["all", "less"].into_iter().zip(heights).map(|(label, y)| place(label, y)).collect::<Vec<_>>();
         let percent = |whole| percent(&points([50.0, 40.0]), whole);
@@ -216,7 +239,7 @@ mod tests {
     }
 
     fn place(label: &str, y: f64) -> Point {
-        Point { label: label.into(), x: None, y, spread: None }
+        Point { label: label.into(), x: None, y, spread: None, does_not_fit: false }
     }
 
     #[test]

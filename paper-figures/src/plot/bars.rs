@@ -67,6 +67,12 @@ fn lefts(count: usize, (middle, width): (f64, f64)) -> impl Iterator<Item = f64>
 
 fn group(picture: &mut Picture, bars: Vec<(&Curve, &Point)>, (middle, width): (f64, f64), axis: &Axis) {
     for (left, (curve, point)) in lefts(bars.len(), (middle, width)).zip(bars) {
+        if point.does_not_fit {
+            for (line, word) in ["does", "not", "fit"].into_iter().enumerate() {
+                picture.text((left + width / 2.0, axis.floor() - 36.0 + 13.0 * line as f64), word, NUMBER, Anchor::Middle);
+            }
+            continue;
+        }
         bar(picture, (left + 1.0, axis.place(point.y)), (left + width - 1.0, axis.floor()), colour_of(curve), curve.origin);
         whisker(picture, point, left + width / 2.0, axis);
     }
@@ -92,7 +98,8 @@ fn has_numbers(curves: &[Curve], width: f64) -> bool {
 fn numbers(picture: &mut Picture, curves: &[Curve], categories: &[&str], (slot, width): (f64, f64), axis: &Axis) {
     for (index, category) in categories.iter().enumerate() {
         let bars: Vec<_> = heights(curves, category).collect();
-        for (left, (_, point)) in lefts(bars.len(), (LEFT + (index as f64 + 0.5) * slot, width)).zip(bars) {
+        let placed = lefts(bars.len(), (LEFT + (index as f64 + 0.5) * slot, width)).zip(bars);
+        for (left, (_, point)) in placed.filter(|(_, (_, point))| !point.does_not_fit) {
             picture.text((left + width / 2.0, axis.place(top(point)) - 8.0), axis::label(point.y), NUMBER, Anchor::Middle);
         }
     }
@@ -125,7 +132,7 @@ mod tests {
 
     /// Widths of the bars, and the number of labels above them, for `count` series of which only the first has a bar in the second group.
     fn drawn(count: usize, y: f64) -> (Vec<f64>, usize) {
-        let point = |label: &str| Point { label: label.into(), x: None, y, spread: None };
+        let point = |label: &str| Point { label: label.into(), x: None, y, spread: None, does_not_fit: false };
         let curve = |index: usize| Curve {
             name: index.to_string(),
             origin: Origin::Measured,

@@ -82,7 +82,8 @@ mod tests {
     use crate::series::Point;
 
     fn curve(name: &str, marker: Marker, ys: [f64; 2]) -> Curve {
-        let point = |(index, y): (usize, f64)| Point { label: index.to_string(), x: Some(index as f64), y, spread: None };
+        let point =
+            |(index, y): (usize, f64)| Point { label: index.to_string(), x: Some(index as f64), y, spread: None, does_not_fit: false };
         let points = ys.into_iter().enumerate().map(point).collect();
         Curve { name: name.into(), origin: Origin::Measured, scattered: false, colour: 0, shade: 1.0, marker, points }
     }

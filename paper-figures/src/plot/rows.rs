@@ -80,7 +80,7 @@ mod tests {
             colour,
             shade: 1.0,
             marker: Marker::Circle,
-            points: vec![Point { label: "W1".into(), x: Some(36.4 * y), y, spread: None }],
+            points: vec![Point { label: "W1".into(), x: Some(36.4 * y), y, spread: None, does_not_fit: false }],
         };
         let plot: Plot = toml::from_str("kind = \"rows\"\nx = \"tokens/s\"\ny = \"TFLOP/s\"\n").unwrap();
         let mut picture = Picture::default();
