@@ -1,7 +1,7 @@
 //! `config.toml` of a figure: the plots, the checks, and the sweeps that produce its lines.
 
 use crate::system::System;
-use crate::workload::Workload;
+use crate::workload::{FILE, Pick, Workload, Workloads};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -134,18 +134,6 @@ pub enum Marker {
     Triangle,
     /// For a third series with the same colour and origin.
     Diamond,
-}
-
-/// The one value that several lines of a category give.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
-#[serde(rename_all = "kebab-case")]
-pub enum Pick {
-    /// The last line.
-    Last,
-    /// The median. The default of measured bars.
-    Median,
-    /// The line with the highest `speed.model_tflops`.
-    Best,
 }
 
 /// One curve, one colour of bars, or one panel.
@@ -463,6 +451,22 @@ impl Config {
 }
 
 impl Series {
+    /// Gives the series the workloads that it names. The series' own conditions apply, too.
+    ///
+    /// # Errors
+    /// A sentence if there is no such workload, or if the series names files besides.
+    pub fn resolve(&mut self, workloads: &Workloads) -> Result<(), String> {
+        if !self.workloads.is_empty() && !self.files.is_empty() {
+            return Err(format!("{:?} has workloads and files; the workloads name the files", self.name));
+        }
+        for name in &self.workloads {
+            let workload = workloads.get(name).ok_or_else(|| format!("{:?}: {FILE} has no workload {name:?}", self.name))?;
+            self.pick = self.pick.or(workload.pick);
+            self.sources.push(workload.clone());
+        }
+        Ok(())
+    }
+
     /// Checks that the system has a colour, and that letters alone do not tell this program from the paper's system.
     fn check(&self) -> Result<(), String> {
         match self.system {
@@ -535,6 +539,18 @@ mod tests {
         assert_eq!(run.combinations(false).len(), 4);
         let quick = run.combinations(true);
         assert_eq!((quick.len(), quick[1]["b"].as_str(), quick[1]["a"].as_integer()), (2, Some("y"), Some(1)));
+    }
+
+    #[test]
+    fn a_series_takes_workloads_or_files() {
+        let workloads: Workloads = toml::from_str("w1 = { files = [\"a\"], where = {}, pick = \"best\" }").unwrap();
+        let series = |rest: &str| toml::from_str::<Series>(&format!("name = \"s\"\norigin = \"measured\"\ny = \"ms\"\n{rest}")).unwrap();
+        let mut w1 = series("workloads = [\"w1\"]\n");
+        w1.resolve(&workloads).unwrap();
+        assert_eq!((w1.sources.len(), w1.pick), (1, Some(Pick::Best)));
+        assert!(series("workloads = [\"w9\"]\n").resolve(&workloads).unwrap_err().contains("no workload \"w9\""));
+        let both = series("workloads = [\"w1\"]\nfiles = [\"a\"]\n").resolve(&workloads);
+        assert!(both.unwrap_err().contains("the workloads name the files"));
     }
 
     #[test]

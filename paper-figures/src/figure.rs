@@ -133,7 +133,7 @@ impl Figure {
 fn config(path: &Path, workloads: &Workloads) -> Result<Config> {
     let format = |cause| Error::Format { path: path.into(), cause };
     let mut config = Config::parse(&read(path)?).map_err(format)?;
-    config.series.iter_mut().try_for_each(|series| workload::apply(series, workloads)).map_err(format)?;
+    config.series.iter_mut().try_for_each(|series| series.resolve(workloads)).map_err(format)?;
     Ok(config)
 }
 

@@ -1,11 +1,12 @@
 //! Points of a series, from rows of the paper's table or from lines of results.
 
-use crate::config::{Kind, Marker, Origin, Pick, Series};
+use crate::config::{Kind, Marker, Origin, Series};
 use crate::csv::Table;
 use crate::error::Result;
 use crate::figure::Figure;
 use crate::lines;
 use crate::system::System;
+use crate::workload::Pick;
 use serde_json::{Map, Value};
 
 /// A point of a series.

@@ -1,6 +1,5 @@
 //! Workloads that several figures draw. One table names each workload's lines, so that a workload has one number in every figure.
 
-use crate::config::{Pick, Series};
 use crate::error::{Error, Result};
 use crate::lines;
 use serde::Deserialize;
@@ -10,7 +9,19 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 /// Name of the table in the folder of the figures.
-const FILE: &str = "workloads.toml";
+pub const FILE: &str = "workloads.toml";
+
+/// The one value that several lines of a category give.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum Pick {
+    /// The last line.
+    Last,
+    /// The median. The default of measured bars.
+    Median,
+    /// The line with the highest `speed.model_tflops`.
+    Best,
+}
 
 /// A workload: its lines, and the number that they give.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
@@ -26,7 +37,7 @@ pub struct Workload {
     since: f64,
     /// Selects one of several lines.
     #[serde(default)]
-    pick: Option<Pick>,
+    pub pick: Option<Pick>,
 }
 
 /// Workloads by name.
@@ -57,39 +68,16 @@ impl Workload {
     }
 }
 
-/// Gives `series` the workloads that it names. The series' own conditions apply, too.
-///
-/// # Errors
-/// A sentence if there is no such workload, or if the series names files besides.
-pub fn apply(series: &mut Series, workloads: &Workloads) -> std::result::Result<(), String> {
-    if !series.workloads.is_empty() && !series.files.is_empty() {
-        return Err(format!("{:?} has workloads and files; the workloads name the files", series.name));
-    }
-    for name in &series.workloads {
-        let workload = workloads.get(name).ok_or_else(|| format!("{:?}: {FILE} has no workload {name:?}", series.name))?;
-        series.pick = series.pick.or(workload.pick);
-        series.sources.push(workload.clone());
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_series_takes_its_workloads_lines() {
+    fn a_workload_takes_the_lines_that_it_describes() {
         let text = "w1 = { files = [\"results/a-*.jsonl\"], where = { clip = \"never\" }, since = 7, pick = \"best\" }";
         let workloads: Workloads = toml::from_str(text).unwrap();
-        let series = |rest: &str| toml::from_str::<Series>(&format!("name = \"s\"\norigin = \"measured\"\ny = \"ms\"\n{rest}")).unwrap();
-        let mut w1 = series("workloads = [\"w1\"]\n");
-        apply(&mut w1, &workloads).unwrap();
-        assert_eq!((w1.sources[0].files(), w1.pick), (vec!["../results/a-*.jsonl".into()], Some(Pick::Best)));
-        let takes = |clip: &str, time: u32| w1.sources[0].takes(&serde_json::json!({"clip": clip, "unix_seconds": time}));
+        assert_eq!((workloads["w1"].files(), workloads["w1"].pick), (vec!["../results/a-*.jsonl".into()], Some(Pick::Best)));
+        let takes = |clip: &str, time: u32| workloads["w1"].takes(&serde_json::json!({"clip": clip, "unix_seconds": time}));
         assert!(takes("never", 7) && !takes("never", 6) && !takes("always", 7));
-        assert!(apply(&mut series("workloads = [\"w9\"]\n"), &workloads).unwrap_err().contains("no workload \"w9\""));
-        assert!(
-            apply(&mut series("workloads = [\"w1\"]\nfiles = [\"a\"]\n"), &workloads).unwrap_err().contains("the workloads name the files")
-        );
     }
 }

@@ -21,7 +21,7 @@ const FLOORS: [&[&str]; 14] = [
     &["simulate"],
     &["search"],
     &["launch"],
-    &["bench", "doctor", "probe", "report", "train"],
+    &["bench", "doctor", "probe", "report", "superchip", "train"],
     &["commands", "internals", "lib"],
     &["main"],
 ];
