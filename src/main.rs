@@ -395,9 +395,7 @@ fn run_superchip_check(options: &SuperchipOptions) -> Result<i32> {
     let on_alarm = || -> Box<dyn Fn(Alarm) + Send> { Box::new(end_on_alarm(ProgressBar::hidden())) };
     let calls = SuperchipCalls { selftest: &mut selftest, on_alarm: &on_alarm, log: &mut |line| remark(line) };
     let (report, is_good) = commands::superchip_check(options, calls)?;
-    if !report.is_empty() {
-        answer(report)?;
-    }
+    answer(report)?;
     Ok(i32::from(!is_good))
 }
 

@@ -17,7 +17,7 @@ use crate::hardware::gpu::GpuFacts;
 use crate::hardware::topology::Topology;
 use crate::probe::{self, ProbeOptions};
 use crate::simulate::clip::Clip;
-use rows::{ROWS, Row, STEPS, WARMUP};
+use rows::{ROWS, STEPS, TimedRow, WARMUP};
 use serde_json::{Value, json};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -69,10 +69,10 @@ pub(crate) fn plan() -> String {
 /// `Resource` without a GPU; `Io` if a file cannot be written; the stop of a run by the user. A row that fails is a line of the report.
 pub(crate) fn run(options: &SuperchipOptions, calls: Calls<'_>) -> Result<(String, bool)> {
     let Calls { selftest, on_alarm, log } = calls;
-    log(&plan());
     if options.dry_run {
-        return Ok((String::new(), true));
+        return Ok((plan(), true));
     }
+    log(&plan());
     let gpu = GpuFacts::read()?;
     let name = gpu.name.unwrap_or_else(|| "a GPU without a name".into());
     let is_superchip = is_superchip(&name);
@@ -121,7 +121,12 @@ fn probe_machine(options: &SuperchipOptions, profile: &Path, log: &mut dyn FnMut
 }
 
 /// The record of a row, or its error.
-fn measure(row: &Row, options: &SuperchipOptions, alarm: Box<dyn Fn(Alarm) + Send>, log: &mut dyn FnMut(&dyn Display)) -> Result<Value> {
+fn measure(
+    row: &TimedRow,
+    options: &SuperchipOptions,
+    alarm: Box<dyn Fn(Alarm) + Send>,
+    log: &mut dyn FnMut(&dyn Display),
+) -> Result<Value> {
     log(&format_args!("\n{}", row.name));
     let outcome = step_options(row, options)
         .and_then(|options| StepBench::new(options)?.run(Some(Box::new(move |why| alarm(Alarm::Stall(why)))), log));
@@ -137,7 +142,7 @@ fn measure(row: &Row, options: &SuperchipOptions, alarm: Box<dyn Fn(Alarm) + Sen
     Ok(line)
 }
 
-fn step_options(row: &Row, options: &SuperchipOptions) -> Result<StepOptions> {
+fn step_options(row: &TimedRow, options: &SuperchipOptions) -> Result<StepOptions> {
     let train: TrainOptions = toml::from_str(row.settings).map_err(|e| Error::format(row.name, e))?;
     let train = TrainOptions { device: Some(DeviceChoice::Cuda), cuda_libraries: options.cuda_libraries.clone(), ..train };
     Ok(StepOptions { model_config: row.model.into(), warmup: WARMUP, steps: STEPS, clip: Clip::Never, documents: None, out: None, train })

@@ -1,7 +1,7 @@
 //! The rows of `superchip-check`: two workloads, and the paper's Table 2.
 
 /// A run of steps.
-pub(super) struct Row {
+pub(super) struct TimedRow {
     /// Name in the report.
     pub(super) name: &'static str,
     /// Model of the steps.
@@ -27,12 +27,12 @@ macro_rules! table_2 {
     };
 }
 
-const fn row(name: &'static str, model: &'static str, settings: &'static str, minutes: f64, paper_tflops: Option<f64>) -> Row {
-    Row { name, model, settings, minutes, paper_tflops }
+const fn row(name: &'static str, model: &'static str, settings: &'static str, minutes: f64, paper_tflops: Option<f64>) -> TimedRow {
+    TimedRow { name, model, settings, minutes, paper_tflops }
 }
 
 /// Every row, in the order of the runs.
-pub(super) const ROWS: [Row; 9] = [
+pub(super) const ROWS: [TimedRow; 9] = [
     row("W1: Qwen3-4B, 4 x 4096, every state on the CPU", "qwen3-4b", W1, 0.6, None),
     row("W1: Qwen3-4B, 4 x 4096, automatic", "qwen3-4b", AUTOMATIC, 0.6, None),
     row("W2: Llama-8B, 4 x 4096, automatic", "llama-8b", AUTOMATIC, 0.9, None),
