@@ -10,6 +10,8 @@ use crate::verdict;
 const OURS: [&str; 2] = ["table-2b", "table-2c"];
 /// The figure whose sweeps build the program by features.
 const ABLATION: &str = "table-2";
+/// Figures of which `superoffload superchip-check` measures values on the paper's hardware.
+const OF_SUPERCHIPS: [&str; 5] = ["fig-07", "fig-10", "fig-15", "table-1", "table-2"];
 
 /// A claim, which a command checks.
 #[derive(Clone, Debug)]
@@ -83,6 +85,12 @@ impl Claim<'_> {
         [exact, measured, within].into_iter().flatten().collect::<Vec<_>>().join("; ")
     }
 
+    /// Checkable parts on a superchip.
+    fn on_superchip(&self) -> &'static str {
+        let is_measured = OF_SUPERCHIPS.contains(&self.figure.id.as_str()) && !self.is_by_builds;
+        if is_measured { "as one GPU, and `superchip-check`" } else { "as one GPU" }
+    }
+
     /// Checkable parts on a machine with `resources`.
     fn part(&self, resources: Resources) -> String {
         let possible: Vec<_> = self.possible(resources).collect();
@@ -120,8 +128,8 @@ pub fn objection(run: &Run, resources: Resources) -> Option<String> {
 /// # Errors
 /// Errors of reading data.
 pub fn table(figures: &[Figure]) -> Result<String> {
-    let head = "| | the paper's claim | here | command | minutes | tolerance | CPU only | one GPU | two GPUs |";
-    let mut text = format!("{head}\n|---|---|---|---|---:|---|---|---|---|\n");
+    let head = "| | the paper's claim | here | command | minutes | tolerance | CPU only | one GPU | two GPUs | superchip |";
+    let mut text = format!("{head}\n|---|---|---|---|---:|---|---|---|---|---|\n");
     for claim in all(figures) {
         let (figure, on) = (claim.figure, |gpus| claim.part(Resources { gpus, builds: claim.is_by_builds }));
         let outcome = if claim.is_by_builds { "reproduced".into() } else { verdict::outcome(figure)? };
@@ -137,6 +145,7 @@ pub fn table(figures: &[Figure]) -> Result<String> {
             on(0),
             on(1),
             on(2),
+            claim.on_superchip().into(),
         ];
         text += &format!("| {} |\n", cells.join(" | "));
     }
@@ -157,7 +166,7 @@ mod tests {
         assert!(claims[16].is_by_builds && claims[16].sweeps().count() == 2);
         let table = table(&figures).unwrap();
         assert_eq!(table.lines().count(), 2 + 17);
-        assert!(table.lines().all(|line| line.matches(" | ").count() == 8 || line.starts_with("|---")), "{table}");
+        assert!(table.lines().all(|line| line.matches(" | ").count() == 9 || line.starts_with("|---")), "{table}");
     }
 
     #[test]
