@@ -37,6 +37,7 @@ use crate::search::SearchQuery;
 use crate::search::progress;
 use crate::search::report::SearchReport;
 use crate::signals::{self, StopFlag, StopSignal};
+use crate::superchip::{self, Calls as SuperchipCalls, SuperchipOptions};
 use crate::train::record::RecordedRun;
 use crate::train::sample::{self, SampleOptions};
 use crate::train::{Observer, ahead, packing, text};
@@ -225,6 +226,15 @@ pub fn probe(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> Resul
         log(&line);
     }
     Ok(profile.table())
+}
+
+/// Measures a superchip in about ten minutes: probe, conformance suite, two workloads and the rows of the paper's Table 2. Returns the
+/// report, and whether everything ran and passed.
+///
+/// # Errors
+/// `Resource` without a GPU; `Io` if a file cannot be written.
+pub fn superchip_check(options: &SuperchipOptions, calls: SuperchipCalls<'_>) -> Result<(String, bool)> {
+    superchip::run(options, calls)
 }
 
 /// Reports the hardware of this machine, and settings that affect performance.

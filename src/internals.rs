@@ -17,9 +17,10 @@ pub mod checkpoint {
 pub mod commands {
     pub use crate::bench::options::StepOptions;
     pub use crate::commands::{
-        bench_step, convert_config, doctor, prepare_process, probe, respell, resume, sample, simulate, under_launcher,
+        bench_step, convert_config, doctor, prepare_process, probe, respell, resume, sample, simulate, superchip_check, under_launcher,
     };
     pub use crate::probe::ProbeOptions;
+    pub use crate::superchip::{Calls as SuperchipCalls, SuperchipOptions};
     pub use crate::train::sample::SampleOptions;
 }
 

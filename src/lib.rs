@@ -103,6 +103,7 @@ mod scalar;
 mod search;
 mod signals;
 mod simulate;
+mod superchip;
 #[cfg(test)]
 mod sweep;
 mod sync;

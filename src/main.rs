@@ -14,7 +14,7 @@ use std::fmt::Display;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use superoffload::internals::commands::{self, ProbeOptions, SampleOptions, StepOptions};
+use superoffload::internals::commands::{self, ProbeOptions, SampleOptions, StepOptions, SuperchipCalls, SuperchipOptions};
 use superoffload::internals::error::{printable_json, printable_lines};
 use superoffload::{Alarm, Error, ExportOptions, Observer, Plan, Result, RunFacts, Settings, StepMetrics, StopFlag, TrainOptions};
 
@@ -61,6 +61,8 @@ enum CliCommand {
     Plan(Box<PlanOptions>),
     /// Measure this machine in about a minute, and write a hardware profile for the planner.
     Probe(ProbeOptions),
+    /// Measure a GH200, GB200 or GB300 in about ten minutes, and write a JSON file and a report to send; please do if you have one.
+    SuperchipCheck(SuperchipOptions),
     /// Simulate steps on another machine from its hardware profile (`--hardware`).
     Simulate(Box<SimulateOptions>),
     /// Preview how data is tokenized, packed and masked.
@@ -269,6 +271,7 @@ fn run(command: CliCommand) -> Result<i32> {
         CliCommand::Selftest { json: is_json, request } => return run_selftest(is_json, &request),
         CliCommand::Plan(options) => run_plan(*options)?,
         CliCommand::Probe(options) => run_probe(&options)?,
+        CliCommand::SuperchipCheck(options) => return run_superchip_check(&options),
         CliCommand::Data(options) => run_data(*options)?,
         CliCommand::Prepare(options) => run_prepare(*options)?,
         CliCommand::Report { runs, out, with_samples } => answer(superoffload::report(&runs, &out, with_samples)?)?,
@@ -380,6 +383,20 @@ fn run_plan(options: PlanOptions) -> Result<()> {
 /// The table goes to standard output, the profile to a file.
 fn run_probe(options: &ProbeOptions) -> Result<()> {
     answer(commands::probe(options, &mut |line| remark(line))?)
+}
+
+/// Exits 1 if a part failed.
+fn run_superchip_check(options: &SuperchipOptions) -> Result<i32> {
+    let request = Request::of_the_gpu(options.cuda_libraries.clone());
+    let mut selftest = || {
+        let report = conduct(&request, std::io::stderr())?;
+        Ok((report.json(), !report.has_failed()))
+    };
+    let on_alarm = || -> Box<dyn Fn(Alarm) + Send> { Box::new(end_on_alarm(ProgressBar::hidden())) };
+    let calls = SuperchipCalls { selftest: &mut selftest, on_alarm: &on_alarm, log: &mut |line| remark(line) };
+    let (report, is_good) = commands::superchip_check(options, calls)?;
+    answer(report)?;
+    Ok(i32::from(!is_good))
 }
 
 fn run_simulate(options: SimulateOptions) -> Result<()> {

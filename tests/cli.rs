@@ -386,6 +386,7 @@ fn the_other_commands_and_every_help_answer() {
         &["selftest", "--help"],
         &["bench", "step", "--help"],
         &["probe", "--help"],
+        &["superchip-check", "--help"],
         &["--version"],
     ] {
         let help = run(&mut program(args));
@@ -424,6 +425,22 @@ fn a_user_tests_devices_with_the_program_alone() {
     gpu.refused(1, &["GPU"]);
     selftest(&["--device", "cpu", "kernels/no such"]).refused(2, &["no case"]);
     selftest(&["--device", "tpu"]).refused(2, &["tpu", "cpu, cuda"]);
+}
+
+#[test]
+fn a_superchip_check_says_how_long_it_takes_and_needs_a_gpu() {
+    let workspace = Workspace::new();
+    let out = workspace.path("check");
+    let check = |args: &[&str]| run(program(&["superchip-check", "--out"]).arg(&out).args(args).env("CUDA_VISIBLE_DEVICES", ""));
+    let planned = check(&["--dry-run"]);
+    assert!(planned.code == 0 && planned.stdout.contains("about 10 minutes") && planned.stderr.is_empty(), "{planned:?}");
+    assert!(
+        ["probe", "selftest", "W1: Qwen3-4B", "Table 2: + speculation"].iter().all(|part| planned.stdout.contains(part)),
+        "{planned:?}"
+    );
+    let refused = check(&[]);
+    assert!(refused.code == 1 && refused.stderr.contains("about 10 minutes"), "{refused:?}");
+    assert!(refused.stderr.lines().last().is_some_and(|line| line.starts_with("error: ")) && !out.exists(), "{refused:?}");
 }
 
 #[test]

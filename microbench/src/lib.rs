@@ -2,6 +2,7 @@
 //! pool, memory bandwidth, and a noisy neighbour.
 //!
 //! - `cargo bench -p microbench`: every pass and cast on every instruction set, on one thread; `-- avx512/step` selects a part
+//! - the benchmark `techniques` of the same command: each technique as steps of a small model with and without it, and the planner's search
 //! - `host_adam`: the optimizer pool on buckets, next to the memory bandwidth of the same threads
 //! - `host_facts`: memory bandwidth by number of threads, the pool's wake-up time, norms and casts
 //! - `prepare`: the speed and the memory use of tokenization by number of CPUs

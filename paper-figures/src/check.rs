@@ -1,11 +1,12 @@
 //! Rules for figures. Every rule returns a sentence for each violation.
 
-use crate::config::{Compare, Fact, Kind, NoWorse, Origin, Run, Same, Series, Trend};
+use crate::config::{Compare, Complete, Fact, Kind, NoWorse, Origin, Run, Same, Series, Trend};
 use crate::error::Result;
 use crate::figure::Figure;
 use crate::lines;
+use crate::numbers::{self, Numbers};
 use crate::run::silent_flag;
-use crate::series::{self, Curve};
+use crate::series::{self, Curve, SPEED};
 use serde_json::Value;
 
 /// Returns all violations of `figure`. If `is_quick`, its sweeps ran with the values for `--kick-the-tires`.
@@ -24,11 +25,15 @@ pub fn check(figure: &Figure, is_quick: bool) -> Result<Vec<String>> {
     let config = &figure.config;
     let curves = series::curves(figure)?;
     wrong.extend(data(figure)?);
+    wrong.extend(text(figure)?);
     for (series, curve) in config.series.iter().zip(&curves) {
         wrong.extend(drawn(figure, series, curve)?);
     }
     for run in &config.run {
         wrong.extend(sweep(figure, run, is_quick)?);
+    }
+    for rule in &config.complete {
+        wrong.extend(complete(figure, rule)?);
     }
     wrong.extend(config.trend.iter().filter_map(|rule| trend(&curves, rule)));
     wrong.extend(config.compare.iter().filter_map(|rule| explained(&curves, rule, &config.why)));
@@ -44,6 +49,30 @@ pub fn check(figure: &Figure, is_quick: bool) -> Result<Vec<String>> {
         }
     }
     Ok(wrong.into_iter().map(|cause| format!("{}: {cause}", figure.id)).collect())
+}
+
+/// The verdict's numbers come from lines.
+fn text(figure: &Figure) -> Result<Vec<String>> {
+    let typed = numbers::typed(&figure.config.why).into_iter();
+    let mut wrong: Vec<_> = typed.map(|number| format!("`why` has a typed number of a result: {number}; fill it in from a line")).collect();
+    wrong.extend(Numbers::of(figure)?.fill(&figure.config.why).err().map(|cause| format!("`why`: {cause}")));
+    Ok(wrong)
+}
+
+/// Finds lines of a workload that no series takes. The message names the file and the line's own facts.
+fn complete(figure: &Figure, rule: &Complete) -> Result<Vec<String>> {
+    let mut taken = Vec::new();
+    for series in &figure.config.series {
+        taken.extend(series::lines(figure, series)?);
+    }
+    let is_excepted = |line: &Value| rule.except.values().any(|selection| lines::holds(line, selection));
+    let all = figure.select(&rule.files, |line| lines::holds(line, &rule.only) && !is_excepted(line))?;
+    let facts = |line: &Value| {
+        let fact = |path: &str| lines::field(line, path).map(|value| format!("{path} {}", lines::text(value)));
+        ["unix_seconds", "machine.gpu.name", "settings.gpus", "settings.seq_length", SPEED].into_iter().filter_map(fact).collect::<Vec<_>>()
+    };
+    let text = |line| format!("no series takes a line of {}: {}", rule.workload, facts(line).join(", "));
+    Ok(all.iter().filter(|line| !taken.contains(line)).map(text).collect())
 }
 
 /// Names and origins of the series that have lines, without the paper's series.
@@ -105,7 +134,7 @@ fn trend(curves: &[Curve], rule: &Trend) -> Option<String> {
     if pairs.peek().is_none() {
         return Some(format!("{:?} and {:?} have no place in common: {}", rule.above, rule.below, rule.claim));
     }
-    let (high, low) = pairs.find(|(high, low)| high.y < rule.factor * low.y)?;
+    let (high, low) = pairs.find(|(high, low)| !high.does_not_fit && !low.does_not_fit && high.y < rule.factor * low.y)?;
     let cause = format!("{} is {} and {} is {} at {}", rule.above, high.y, rule.below, low.y, high.label);
     Some(format!("reversed: {}: {cause}", rule.claim))
 }

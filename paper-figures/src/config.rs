@@ -1,5 +1,7 @@
 //! `config.toml` of a figure: the plots, the checks, and the sweeps that produce its lines.
 
+use crate::system::System;
+use crate::workload::{FILE, Pick, Workload, Workloads};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -50,6 +52,12 @@ pub struct Config {
     /// Files whose lines must agree.
     #[serde(default)]
     pub same: Vec<Same>,
+    /// Workloads of which a series must take every line.
+    #[serde(default)]
+    pub complete: Vec<Complete>,
+    /// Numbers that `why` uses by name.
+    #[serde(default)]
+    pub number: BTreeMap<String, Number>,
     /// The sweeps.
     #[serde(default)]
     pub run: Vec<Run>,
@@ -78,6 +86,9 @@ pub struct Plot {
     /// Upper end of a linear vertical axis; the default depends on the highest value.
     #[serde(default)]
     pub y_max: Option<f64>,
+    /// The categories of bars are compared with each other: settings of one workload. Otherwise the bars within a category are compared.
+    #[serde(default)]
+    pub across: bool,
     /// All panels of a timeline have the same time scale, so that their lengths are comparable.
     #[serde(default)]
     pub one_scale: bool,
@@ -131,12 +142,37 @@ pub enum Marker {
 pub struct Series {
     /// Unique name in the legend, including the machine.
     pub name: String,
+    /// Short unique name for references in texts.
+    #[serde(default)]
+    pub id: String,
+    /// Workloads of `workloads.toml`, in place of files.
+    #[serde(default)]
+    pub workloads: Vec<String>,
+    /// The workloads that `workloads` names.
+    #[serde(skip)]
+    pub sources: Vec<Workload>,
+    /// The system that was run. It decides the colour.
+    #[serde(default)]
+    pub system: Option<System>,
+    /// Fraction of the system's colour, for several settings of one system in a frame.
+    #[serde(default = "one")]
+    pub shade: f64,
+    /// Selects one of several lines in a category.
+    #[serde(default)]
+    pub pick: Option<Pick>,
+    /// Selects the lines measured from this time on, in seconds of Unix time.
+    #[serde(default)]
+    pub since: f64,
+    /// Draws the range of a line's steps, by its `step_ms`.
+    #[serde(default)]
+    pub range_of_steps: bool,
     /// Origin of the numbers.
     pub origin: Origin,
     /// Name of the series' frame; by default the frame of `plot`.
     #[serde(default)]
     pub frame: String,
-    /// JSON lines files, relative to the figure's folder. Without files, the series uses `expected.csv`.
+    /// JSON lines files, relative to the figure's folder; a `*` in a file's name stands for any characters. Without files, the series uses
+    /// `expected.csv`.
     #[serde(default)]
     pub files: Vec<String>,
     /// Selects the lines (or rows) that have these values at these paths (or columns).
@@ -181,7 +217,7 @@ pub struct Series {
     /// Draw markers only.
     #[serde(default)]
     pub scattered: bool,
-    /// Index of the colour, for systems with series from several origins. The default is the index of the series.
+    /// Index of the colour, for series that differ by something else than the system. The default is the index of the series.
     #[serde(default)]
     pub colour: Option<usize>,
     /// Shape of the markers; the default depends on the origin.
@@ -277,6 +313,35 @@ pub struct Same {
     pub paths: Vec<String>,
 }
 
+/// A workload of which every measured line is drawn, so that no newer or better measurement is left out unseen.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+#[serde(deny_unknown_fields)]
+pub struct Complete {
+    /// The workload in words.
+    pub workload: String,
+    /// Files of JSON lines.
+    pub files: Vec<String>,
+    /// Selects the lines of the workload.
+    #[serde(rename = "where")]
+    pub only: BTreeMap<String, toml::Value>,
+    /// Selections of lines that are not drawn, by the reason.
+    #[serde(default)]
+    pub except: BTreeMap<String, BTreeMap<String, toml::Value>>,
+}
+
+/// A number of a line, for texts.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+#[serde(deny_unknown_fields)]
+pub struct Number {
+    /// Files of JSON lines.
+    pub files: Vec<String>,
+    /// Selects the lines; the last one is used.
+    #[serde(default, rename = "where")]
+    pub only: BTreeMap<String, toml::Value>,
+    /// Path of the number. The length of a list is a number, too.
+    pub path: String,
+}
+
 /// A sweep: one call of a program for each combination of the values of its flags.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
@@ -348,11 +413,13 @@ impl Config {
                 return Err(format!("no series is named {name:?}"));
             }
         }
-        for (index, name) in names.iter().enumerate() {
-            if names[..index].contains(name) {
+        let ids = config.series.iter().map(|series| series.id.as_str()).filter(|id| !id.is_empty());
+        for names in [names.clone(), ids.collect()] {
+            if let Some((_, name)) = names.iter().enumerate().find(|(index, name)| names[..*index].contains(name)) {
                 return Err(format!("two series are named {name:?}"));
             }
         }
+        config.series.iter().try_for_each(Series::check)?;
         config.run.iter().try_for_each(Run::check)?;
         config.frames_are_known()?;
         Ok(config)
@@ -383,16 +450,54 @@ impl Config {
     }
 }
 
+impl Series {
+    /// Gives the series the workloads that it names. The series' own conditions apply, too.
+    ///
+    /// # Errors
+    /// A sentence if there is no such workload, or if the series names files besides.
+    pub fn resolve(&mut self, workloads: &Workloads) -> Result<(), String> {
+        if !self.workloads.is_empty() && !self.files.is_empty() {
+            return Err(format!("{:?} has workloads and files; the workloads name the files", self.name));
+        }
+        for name in &self.workloads {
+            let workload = workloads.get(name).ok_or_else(|| format!("{:?}: {FILE} has no workload {name:?}", self.name))?;
+            self.pick = self.pick.or(workload.pick);
+            self.sources.push(workload.clone());
+        }
+        Ok(())
+    }
+
+    /// Checks that the system has a colour, and that letters alone do not tell this program from the paper's system.
+    fn check(&self) -> Result<(), String> {
+        match self.system {
+            _ if self.name.contains("superoffload") => {
+                Err(format!("{:?}: SuperOffload is the paper's; ours is \"this program\"", self.name))
+            }
+            Some(_) if self.colour.is_some() => Err(format!("{:?} has a system and a colour; the system decides the colour", self.name)),
+            None if System::is_named_in(&self.name) => Err(format!("{:?} names a system, and `system` is missing", self.name)),
+            _ => Ok(()),
+        }
+    }
+}
+
 impl Run {
     /// Checks that every flag has a path in the lines that repeats it, so that an ignored flag does not count as a measurement.
     fn check(&self) -> Result<(), String> {
         let silent = self.flags.keys().find(|flag| !self.echo.contains_key(*flag));
+        if matches!(self.program, Program::Simulate | Program::SimulateTimeline) && self.needs.is_empty() && self.quick.is_none() {
+            return Err(format!("run into {}: a simulated sweep needs quick values", self.out));
+        }
         let unknown = self.quick.iter().flatten().map(|(flag, _)| flag).find(|flag| !self.flags.contains_key(*flag));
         match (silent, unknown) {
             (Some(flag), _) => Err(format!("run into {}: nothing says where a line echoes {flag}", self.out)),
             (_, Some(flag)) => Err(format!("run into {}: quick sets {flag}, which is no flag of it", self.out)),
             _ => Ok(()),
         }
+    }
+
+    /// GPUs that a call needs, if it needs one at all.
+    pub fn gpus(&self) -> u64 {
+        self.flags.get("gpus").and_then(toml::Value::as_integer).and_then(|gpus| gpus.try_into().ok()).unwrap_or(1)
     }
 
     /// The values of the flags for every call. The last flag changes fastest.
@@ -434,6 +539,18 @@ mod tests {
         assert_eq!(run.combinations(false).len(), 4);
         let quick = run.combinations(true);
         assert_eq!((quick.len(), quick[1]["b"].as_str(), quick[1]["a"].as_integer()), (2, Some("y"), Some(1)));
+    }
+
+    #[test]
+    fn a_series_takes_workloads_or_files() {
+        let workloads: Workloads = toml::from_str("w1 = { files = [\"a\"], where = {}, pick = \"best\" }").unwrap();
+        let series = |rest: &str| toml::from_str::<Series>(&format!("name = \"s\"\norigin = \"measured\"\ny = \"ms\"\n{rest}")).unwrap();
+        let mut w1 = series("workloads = [\"w1\"]\n");
+        w1.resolve(&workloads).unwrap();
+        assert_eq!((w1.sources.len(), w1.pick), (1, Some(Pick::Best)));
+        assert!(series("workloads = [\"w9\"]\n").resolve(&workloads).unwrap_err().contains("no workload \"w9\""));
+        let both = series("workloads = [\"w1\"]\nfiles = [\"a\"]\n").resolve(&workloads);
+        assert!(both.unwrap_err().contains("the workloads name the files"));
     }
 
     #[test]

@@ -4,6 +4,7 @@ use crate::config::Config;
 use crate::csv::Table;
 use crate::error::{Error, Result};
 use crate::lines;
+use crate::workload::{self, Workloads};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -35,11 +36,11 @@ pub struct Figure {
 /// Errors of reading `dir`, a README or a `config.toml`, or of missing parts in them.
 pub fn all(dir: &Path) -> Result<Vec<Figure>> {
     let io = |source| Error::Io { path: dir.into(), source };
-    let mut figures = Vec::new();
+    let (mut figures, workloads) = (Vec::new(), workload::read(dir)?);
     for entry in fs::read_dir(dir).map_err(io)? {
         let name = entry.map_err(io)?.file_name();
         if let Some(id) = name.to_str().and_then(id) {
-            figures.push(Figure::read(dir.join(&name), id)?);
+            figures.push(Figure::read(dir.join(&name), id, &workloads)?);
         }
     }
     figures.sort_by(|a, b| a.id.cmp(&b.id));
@@ -53,7 +54,7 @@ fn id(folder: &str) -> Option<&str> {
 }
 
 impl Figure {
-    fn read(folder: PathBuf, id: &str) -> Result<Self> {
+    fn read(folder: PathBuf, id: &str, workloads: &Workloads) -> Result<Self> {
         let path = folder.join("README.md");
         let text = read(&path)?;
         let line = |start: &str| text.lines().find_map(|line| line.strip_prefix(start));
@@ -63,7 +64,7 @@ impl Figure {
         let (label, title) =
             heading.split_once(": ").ok_or_else(|| Error::Format { path: path.clone(), cause: format!("no colon in {heading:?}") })?;
         let (claim, needs) = (required("Claim: ")?.into(), required("Needs: ")?.trim_end_matches('.').into());
-        let config = config(&folder.join("config.toml"))?;
+        let config = config(&folder.join("config.toml"), workloads)?;
         Ok(Self { id: id.into(), label: label.into(), title: title.into(), claim, needs, config, folder, scratch: None })
     }
 
@@ -88,12 +89,30 @@ impl Figure {
     /// # Errors
     /// Errors of reading a file.
     pub fn lines(&self, files: &[String]) -> Result<Vec<Value>> {
+        self.select(files, |_| true)
+    }
+
+    /// Returns the lines of `files` that `is_wanted`.
+    ///
+    /// # Errors
+    /// Errors of reading a file.
+    pub fn select(&self, files: &[String], is_wanted: impl Fn(&Value) -> bool) -> Result<Vec<Value>> {
         let mut all = Vec::new();
-        for name in files {
-            let fresh = self.output_path(name);
-            all.extend(lines::read(&if fresh.exists() { fresh } else { self.folder.join(name) })?);
+        for name in files.iter().flat_map(|pattern| self.names(pattern)) {
+            let fresh = self.output_path(&name);
+            let lines = lines::read(&if fresh.exists() { fresh } else { self.folder.join(name) })?;
+            all.extend(lines.iter().filter(|line| is_wanted(line)).cloned());
         }
         Ok(all)
+    }
+
+    /// Files that match `pattern`, new or published, in order.
+    fn names(&self, pattern: &str) -> Vec<String> {
+        let mut names = matching(&self.folder, pattern);
+        names.extend(matching(&self.output_path(""), pattern));
+        names.sort();
+        names.dedup();
+        names
     }
 
     /// Path of the paper's numbers.
@@ -111,8 +130,21 @@ impl Figure {
     }
 }
 
-fn config(path: &Path) -> Result<Config> {
-    Config::parse(&read(path)?).map_err(|cause| Error::Format { path: path.into(), cause })
+fn config(path: &Path, workloads: &Workloads) -> Result<Config> {
+    let format = |cause| Error::Format { path: path.into(), cause };
+    let mut config = Config::parse(&read(path)?).map_err(format)?;
+    config.series.iter_mut().try_for_each(|series| series.resolve(workloads)).map_err(format)?;
+    Ok(config)
+}
+
+/// Names of the files in the folder of `pattern`, whose last part may contain one `*`, relative like `pattern`.
+fn matching(base: &Path, pattern: &str) -> Vec<String> {
+    let (folder, name) = pattern.rsplit_once('/').unwrap_or((".", pattern));
+    let Some((start, end)) = name.split_once('*') else { return vec![pattern.into()] };
+    let entries = fs::read_dir(base.join(folder)).into_iter().flatten().flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    let is_match = |name: &String| name.len() >= start.len() + end.len() && name.starts_with(start) && name.ends_with(end);
+    names.filter(is_match).map(|name| format!("{folder}/{name}")).collect()
 }
 
 fn read(path: &Path) -> Result<String> {

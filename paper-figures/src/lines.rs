@@ -2,16 +2,36 @@
 
 use crate::error::{Error, Result};
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::time::SystemTime;
 
-/// The objects in a file; empty if the file does not exist.
+thread_local! {
+    /// Lines of the files that were read, with the time and the size of the file: many series select from the same files.
+    static READ: RefCell<HashMap<PathBuf, (Option<SystemTime>, u64, Rc<Vec<Value>>)>> = RefCell::default();
+}
+
+/// The objects in a file; empty if the file does not exist. Paths of models do not depend on the folder in which a program ran.
 ///
 /// # Errors
 /// Errors of reading the file; an error if a line is not a JSON object.
-pub fn read(path: &Path) -> Result<Vec<Value>> {
+pub fn read(path: &Path) -> Result<Rc<Vec<Value>>> {
+    let Ok(facts) = fs::metadata(path) else { return parse_file(path).map(Rc::new) };
+    let (time, bytes) = (facts.modified().ok(), facts.len());
+    let known = READ.with_borrow(|read| read.get(path).filter(|known| (known.0, known.1) == (time, bytes)).map(|known| known.2.clone()));
+    if let Some(lines) = known {
+        return Ok(lines);
+    }
+    let lines = Rc::new(parse_file(path)?);
+    READ.with_borrow_mut(|read| read.insert(path.into(), (time, bytes, lines.clone())));
+    Ok(lines)
+}
+
+fn parse_file(path: &Path) -> Result<Vec<Value>> {
     let text = match fs::read_to_string(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
         text => text.map_err(|source| Error::Io { path: path.into(), source })?,
@@ -21,11 +41,22 @@ pub fn read(path: &Path) -> Result<Vec<Value>> {
 
 fn parse(text: &str) -> std::result::Result<Vec<Value>, String> {
     let parse = |(index, line): (usize, &str)| match serde_json::from_str(line) {
-        Ok(value @ Value::Object(_)) => Ok(value),
+        Ok(mut value @ Value::Object(_)) => {
+            shorten_model(&mut value);
+            Ok(value)
+        }
         Ok(_) => Err(format!("line {}: no object", index + 1)),
         Err(error) => Err(format!("line {}: {error}", index + 1)),
     };
     text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).map(parse).collect()
+}
+
+/// Makes a model's path relative to the folder of the figures.
+fn shorten_model(line: &mut Value) {
+    let Some(path) = line.pointer_mut("/model/config") else { return };
+    if let Some((_, short)) = path.as_str().and_then(|path| path.rsplit_once("paper-figures/")) {
+        *path = Value::from(short);
+    }
 }
 
 /// Writes `lines` to `path`, after its current content if `append`. The file is replaced atomically.
@@ -67,9 +98,17 @@ pub fn text(value: &Value) -> String {
     }
 }
 
-/// Whether `line` has all `wanted` values.
+/// Whether `line` has all `wanted` values. A list allows each of its values. Older lines lack fields of newer settings: `"null"` stands for
+/// a missing field, too.
 pub fn holds(line: &Value, wanted: &BTreeMap<String, toml::Value>) -> bool {
-    wanted.iter().all(|(path, value)| field(line, path).is_some_and(|found| equals(found, value)))
+    let is_one = |found: Option<&Value>, value: &toml::Value| match found {
+        Some(found) => equals(found, value),
+        None => value.as_str() == Some("null"),
+    };
+    wanted.iter().all(|(path, value)| match value {
+        toml::Value::Array(values) => values.iter().any(|value| is_one(field(line, path), value)),
+        value => is_one(field(line, path), value),
+    })
 }
 
 /// Whether a value in a line equals the wanted value. Numbers compare by value: `1e-3` equals `0.001`.
@@ -101,6 +140,8 @@ mod tests {
         ));
         assert!(!holds(&line, &wanted("\"settings.lr\" = 0.002")));
         assert!(!holds(&line, &wanted("\"settings.missing\" = 1")));
+        assert!(holds(&line, &wanted("\"settings.missing\" = [\"null\", 1]")) && holds(&line, &wanted("\"settings.lr\" = [1, 1e-3]")));
+        assert!(!holds(&line, &wanted("\"settings.lr\" = [1, \"null\"]")));
         assert_eq!((number(&line, "settings.lr"), number(&line, "settings.strategy")), (Some(0.001), None));
     }
 
@@ -110,12 +151,20 @@ mod tests {
         let path = dir.path().join("results/a.jsonl");
         assert!(read(&path).unwrap().is_empty());
         write(&path, &[json!({"a": 1})], true).unwrap();
-        assert_eq!(read(&path).unwrap(), [json!({"a": 1})]);
+        assert_eq!(*read(&path).unwrap(), [json!({"a": 1})]);
         fs::write(&path, r#"{"a":  5e-05}"#).unwrap();
         write(&path, &[json!({"a": 2})], true).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "{\"a\":  5e-05}\n{\"a\":2}\n", "another program's line stays as it wrote it");
         write(&path, &[json!({"a": 3})], false).unwrap();
-        assert_eq!(read(&path).unwrap(), [json!({"a": 3})]);
+        assert_eq!(*read(&path).unwrap(), [json!({"a": 3})]);
+    }
+
+    #[test]
+    fn a_model_has_one_path_in_whichever_folder_a_program_ran() {
+        let line = |path: &str| parse(&format!("{{\"model\":{{\"config\":\"{path}\"}}}}")).unwrap().remove(0)["model"]["config"].clone();
+        assert_eq!(line("paper-figures/models/a.json"), "models/a.json");
+        assert_eq!(line("models/a.json"), "models/a.json");
+        assert_eq!(line("llama-8b"), "llama-8b");
     }
 
     #[test]

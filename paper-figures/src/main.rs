@@ -1,16 +1,21 @@
 //! `paper-figures` draws and checks every figure and table of the SuperOffload paper, from the recorded lines of runs.
 
 mod check;
+mod claim;
 mod config;
 mod csv;
 mod error;
 mod figure;
 mod lines;
+mod machine;
+mod numbers;
 mod parameters;
 mod plot;
 mod program;
+mod reproduce;
 mod run;
 mod series;
+mod system;
 #[cfg(test)]
 mod tests;
 mod timeline;
@@ -18,6 +23,7 @@ mod training;
 mod unfinished;
 mod verdict;
 mod weight_flow;
+mod workload;
 
 use clap::{Parser, Subcommand};
 use error::{Error, Result};
@@ -45,7 +51,7 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// List every figure and table: what it shows, and how far it is reproduced.
+    /// List every figure and table, a line each: outcome, resources, minutes on a CPU, title.
     List,
     /// Print a figure's claim and the numbers that the paper reports.
     Show {
@@ -81,8 +87,25 @@ enum Command {
     },
     /// Check lines, pictures and claims of every figure; exit 1 if something is wrong.
     Check,
-    /// Write the table of verdicts into the README.
+    /// Write the table of verdicts into the README, and numbers into the figures' pages.
     Table,
+    /// Run again and judge the claims of ARTIFACT.md that this machine can check; exit 1 if one fails.
+    Reproduce {
+        /// `C1`, or none for all claims.
+        claims: Vec<String>,
+        /// Only cheap sweeps, with small sizes: under a minute.
+        #[arg(long)]
+        kick_the_tires: bool,
+        /// Say what would run and how long, and run nothing.
+        #[arg(long)]
+        dry_run: bool,
+        /// `builds`: cargo, and 20 minutes for builds by features.
+        #[arg(long, value_name = "builds")]
+        with: Vec<String>,
+        /// Where it writes [default: target/reproduce].
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
     /// Run, draw and check every figure, in target/paper-figures.
     All {
         /// As in `run`.
@@ -141,6 +164,10 @@ fn run(args: &Args) -> Result<Output> {
         Command::Timelines { trace } => timeline::of_each_plan(trace).map(|plans| Output::good(format!("{}\n", Value::Array(plans)))),
         Command::Check => check(args, &figures),
         Command::Table => table(args, &figures),
+        Command::Reproduce { claims, kick_the_tires, dry_run, with, out } => {
+            let options = (*kick_the_tires, *dry_run, with.iter().any(|with| with == "builds"));
+            reproduce(args, &figures, (claims, out.as_deref()), options)
+        }
         Command::All { kick_the_tires: true, out, with, .. } => kick_the_tires(args, figures, out.as_deref(), with),
         Command::All { record, out, with, .. } => all(args, &figures, (*record, out.as_deref()), with),
     }
@@ -160,32 +187,23 @@ fn find<'a>(figures: &'a [Figure], id: &str) -> Result<&'a Figure> {
     figures.iter().find(|figure| figure.id == id).ok_or_else(|| Error::Usage(format!("no figure {id}: there are {}", known())))
 }
 
-/// One paragraph per figure, as wide as the terminal.
+/// One line per figure: id, outcome, resources besides a CPU, minutes on a CPU, title. `show` has the whole verdict.
 fn list(figures: &[Figure]) -> Result<String> {
-    let columns = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok()).unwrap_or(COLUMNS);
-    let entry = |figure: &Figure| Ok(format!("{:<10}{}\n{}", figure.id, figure.title, wrapped(&verdict::verdict(figure)?, 10, columns)));
-    figures.iter().map(entry).collect()
-}
-
-/// Default number of columns if the shell does not set `COLUMNS`.
-const COLUMNS: usize = 100;
-
-/// Wraps `text` into indented lines of at most `columns` characters; longer words stay whole.
-fn wrapped(text: &str, indent: usize, columns: usize) -> String {
-    let mut lines = vec![String::new()];
-    for word in text.split_whitespace() {
-        let line = lines.last_mut().expect("there is a first line");
-        if line.is_empty() {
-            line.push_str(word);
-        } else if indent + line.chars().count() + 1 + word.chars().count() <= columns {
-            line.push(' ');
-            line.push_str(word);
-        } else {
-            lines.push(word.into());
-        }
+    let mut text = format!("{:<9} {:<10} {:<12} {:>7}  {}\n", "figure", "outcome", "more with", "minutes", "title");
+    for figure in figures {
+        let outcome = verdict::outcome(figure)?;
+        let word = OUTCOMES.into_iter().find(|(start, _)| outcome.starts_with(start)).map_or("not run", |(_, word)| word);
+        let mut needs: Vec<&str> = figure.config.run.iter().map(|run| run.needs.as_str()).filter(|needs| !needs.is_empty()).collect();
+        needs.dedup();
+        let needs = if needs.is_empty() { "-".into() } else { needs.join(", ") };
+        text += &format!("{:<9} {word:<10} {needs:<12} {:>7}  {}\n", figure.id, figure.config.minutes, figure.title);
     }
-    lines.iter().map(|line| format!("{:indent$}{line}\n", "")).collect()
+    Ok(text)
 }
+
+/// Words of `list`, by the beginning of an outcome.
+const OUTCOMES: [(&str, &str); 4] =
+    [("reproduced", "reproduced"), ("deviates", "deviates"), ("same shape", "same shape"), ("drawn for this repository", "own")];
 
 /// The figure with its output folder. Output goes to the figure's own folder only with `record`, and only if the program can be rebuilt
 /// from its commit.
@@ -229,19 +247,58 @@ fn check(args: &Args, figures: &[Figure]) -> Result<Output> {
             wrong.push(format!("{}: figure.svg is not what its lines draw: run `plot {}`", figure.id, figure.id));
         }
     }
-    let path = args.dir.join("README.md");
-    let current = std::fs::read_to_string(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
-    if verdict::readme(&path, &verdict::table(figures)?)? != current {
-        wrong.push("README.md: the table is not what the lines say: run `table`".into());
+    for (path, text) in pages(args, figures)? {
+        if std::fs::read_to_string(&path).map_err(|source| Error::Io { path: path.clone(), source })? != text {
+            wrong.push(format!("{}: not what the lines say: run `table`", path.strip_prefix(&args.dir).unwrap_or(&path).display()));
+        }
     }
     Ok(Output::complaints(&wrong))
 }
 
 fn table(args: &Args, figures: &[Figure]) -> Result<Output> {
-    let path = args.dir.join("README.md");
-    let text = verdict::readme(&path, &verdict::table(figures)?)?;
-    std::fs::write(&path, text).map_err(|source| Error::Io { path, source })?;
+    for (path, text) in pages(args, figures)? {
+        std::fs::write(&path, text).map_err(|source| Error::Io { path, source })?;
+    }
     Ok(Output::good(""))
+}
+
+/// Prints the machine and the plan at once, and the verdicts at the end.
+fn reproduce(args: &Args, figures: &[Figure], (ids, out): (&[String], Option<&Path>), options: (bool, bool, bool)) -> Result<Output> {
+    let ((is_quick, is_dry, builds), machine, all) = (options, machine::Machine::this(), claim::all(figures));
+    let unknown = ids.iter().find(|id| !all.iter().any(|claim| claim.id == **id));
+    if let Some(id) = unknown {
+        return Err(Error::Usage(format!("no claim {id}: there are C1 to C{}", all.len())));
+    }
+    let claims: Vec<_> = all.into_iter().filter(|claim| ids.is_empty() || ids.contains(&claim.id)).collect();
+    let out = out.map_or_else(|| args.dir.join("../target/reproduce"), Path::to_path_buf);
+    let resources = claim::Resources { gpus: machine.gpus.len() as u64, builds };
+    let options = reproduce::Options { is_quick, resources, out: &out };
+    let superchip = machine.superchip().map(|name| format!("{name}: `superoffload superchip-check` measures it, too\n"));
+    print(&Output::good(format!("{machine}\n{}{}\n", superchip.unwrap_or_default(), reproduce::plan(&claims, &options))))?;
+    if is_dry {
+        return Ok(Output::good(""));
+    }
+    let programs = programs(args)?;
+    let mut verdicts = Vec::new();
+    for claim in &claims {
+        verdicts.push((claim.id.clone(), claim.figure.id.clone(), reproduce::judge(claim, &programs, &options)?));
+    }
+    let (text, is_good) = reproduce::report(&verdicts);
+    Ok(Output { text, is_good })
+}
+
+/// Pages with numbers from lines, as they should be.
+fn pages(args: &Args, figures: &[Figure]) -> Result<Vec<(PathBuf, String)>> {
+    let path = args.dir.join("README.md");
+    let mut pages = vec![(path.clone(), verdict::readme(&path, &verdict::table(figures)?)?)];
+    let artifact = args.dir.join("ARTIFACT.md");
+    if artifact.exists() {
+        pages.push((artifact.clone(), verdict::readme(&artifact, &claim::table(figures)?)?));
+    }
+    for figure in figures {
+        pages.push((figure.folder.join("README.md"), verdict::page(figure)?));
+    }
+    Ok(pages)
 }
 
 fn all(args: &Args, figures: &[Figure], place: Recording, with: &[String]) -> Result<Output> {

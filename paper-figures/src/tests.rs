@@ -91,7 +91,7 @@ fn run_in(dir: &Path, args: &[&str]) -> Result<Output> {
 fn a_good_figure_passes() {
     let folder = Folder::new();
     assert_eq!(folder.check(), "every figure is as its lines say\n");
-    assert!(folder.run(&["list"]).unwrap().text.contains("same shape; numbers not compared"));
+    assert!(folder.run(&["list"]).unwrap().text.contains("fig-00    same shape -                  0  a test"));
     assert!(fs::read_to_string(folder.path("README.md")).unwrap().contains("fig-00_test/figure.png"));
 }
 
@@ -197,7 +197,7 @@ fn lines_that_should_be_the_same_are_compared() {
 fn a_deviation_needs_a_reason() {
     let folder = Folder::new();
     let compare = "[[compare]]\npaper = \"paper\"\nours = \"ours\"\nwithin = 0.05\n";
-    let sentence = |folder: &Folder| folder.run(&["list"]).unwrap().text;
+    let sentence = |folder: &Folder| folder.run(&["show", "fig-00"]).unwrap().text;
     let deviates = CONFIG.replace("minutes = 0", "minutes = 0\ndeviates = true\nwhy = \"w\"");
     folder.write("fig-00_test/config.toml", &deviates);
     assert!(sentence(&folder).contains("deviates; w"), "{}", sentence(&folder));
@@ -216,7 +216,7 @@ fn a_picture_or_a_table_of_other_lines_fails() {
     folder.run(&["plot", "fig-00"]).unwrap();
     assert_eq!(folder.check(), "every figure is as its lines say\n");
     folder.write("fig-00_test/config.toml", &CONFIG.replace("minutes = 0", "minutes = 7"));
-    assert!(folder.check().contains("README.md: the table is not what the lines say"));
+    assert!(folder.check().contains("README.md: not what the lines say"));
 }
 
 #[test]
@@ -290,11 +290,47 @@ fn runs_without_a_commit_are_not_recorded() {
 }
 
 #[test]
-fn the_list_is_as_wide_as_the_terminal() {
-    assert_eq!(wrapped("one two three four", 2, 9), "  one two\n  three\n  four\n");
+fn the_list_has_a_line_for_each_figure() {
+    let list = run_in(Path::new(env!("CARGO_MANIFEST_DIR")), &["list"]).unwrap().text;
+    assert_eq!(list.lines().count(), 1 + 23, "{list}");
+    assert!(list.lines().all(|line| line.chars().count() <= 120), "{list}");
+    assert!(list.contains("\nfig-06    reproduced -                0.1  efficiency of streaming weights"), "{list}");
+    assert!(list.contains("\ntable-2   deviates   gpu, builds "), "{list}");
+}
+
+#[test]
+fn numbers_of_the_verdict_come_from_lines() {
     let folder = Folder::new();
-    let list = folder.run(&["list"]).unwrap().text;
-    assert!(list.starts_with("fig-00    a test\n") && list.lines().all(|line| line.chars().count() <= 100), "{list}");
+    let config = |why: &str| {
+        CONFIG.replace("minutes = 0", &format!("minutes = 0\nwhy = \"{why}\"")).replace("name = \"ours\"", "name = \"ours\"\nid = \"o\"")
+    };
+    folder.write("fig-00_test/config.toml", &config("a share of 99 % at 200"));
+    assert!(folder.check().contains("`why` has a typed number of a result: 99"));
+    folder.write("fig-00_test/config.toml", &config("a share of {[o@300]} %"));
+    assert!(folder.run(&["list"]).is_ok() && folder.run(&["show", "fig-00"]).err().unwrap().to_string().contains("no point at"));
+    folder.write("fig-00_test/config.toml", &config("a share of {[o@200] | 1} %"));
+    folder.run(&["table"]).unwrap();
+    assert_eq!(folder.check(), "every figure is as its lines say\n");
+    assert!(fs::read_to_string(folder.path("README.md")).unwrap().contains("a share of 22.6 %"));
+    let page = folder.path("fig-00_test/README.md");
+    fs::write(&page, format!("{}\nIt is <!--= [o@200] -->99<!--/--> %.\n", fs::read_to_string(&page).unwrap())).unwrap();
+    assert!(folder.check().contains("fig-00_test/README.md: not what the lines say"));
+    folder.run(&["table"]).unwrap();
+    assert!(fs::read_to_string(&page).unwrap().contains("-->23<!--/--> %"));
+}
+
+#[test]
+fn a_line_of_a_workload_that_no_series_takes_is_named() {
+    let folder = Folder::new();
+    let rule = "[[complete]]\nworkload = \"batch 1\"\nfiles = [\"results/*.jsonl\"]\nwhere = { batch = 1 }\n";
+    assert_eq!(folder.complaint(rule), "every figure is as its lines say\n");
+    folder.write("fig-00_test/results/newer.jsonl", "{\"batch\":1,\"unix_seconds\":7}\n{\"batch\":2}\n");
+    let complaint = folder.complaint(rule);
+    assert!(complaint.contains("no series takes a line of batch 1: unix_seconds 7") && complaint.lines().count() == 1, "{complaint}");
+    assert_eq!(
+        folder.complaint(&format!("{rule}except = {{ \"another day\" = {{ unix_seconds = 7 }} }}\n")),
+        "every figure is as its lines say\n"
+    );
 }
 
 #[test]
@@ -306,6 +342,35 @@ fn only_affected_figures_are_run() {
     folder.write("fig-00_test/config.toml", &CONFIG.replace("quick", "needs = \"gpu\"\nquick"));
     assert!(message(&[]).contains("lines.jsonl needs gpu"));
     assert!(message(&["--with", "gpu"]).contains("2 lines of 2 calls") && message(&["--only", "gpu"]).contains("2 lines of 2 calls"));
+}
+
+#[test]
+fn claims_are_run_again_and_judged() {
+    let folder = Folder::new();
+    let out = folder.path("out");
+    let reproduce = |args: &[&str]| folder.run(&[&["reproduce", "--out", out.to_str().unwrap()], args].concat()).unwrap();
+    assert!(reproduce(&["--dry-run"]).is_good && !out.exists());
+    let output = reproduce(&[]);
+    assert!(output.is_good && output.text.starts_with("C1   fig-00    confirmed  1 of 1 sweeps run again"), "{}", output.text);
+    assert!(out.join("fig-00_test/figure.png").exists());
+    assert!(reproduce(&["C1", "--kick-the-tires"]).is_good);
+    assert_eq!(folder.run(&["reproduce", "C2"]).err().unwrap().to_string(), "no claim C2: there are C1 to C1");
+    // A published value that the program does not give fails.
+    let lines = fs::read_to_string(folder.path("fig-00_test/results/lines.jsonl")).unwrap();
+    let value = lines::number(&serde_json::from_str(lines.lines().next().unwrap()).unwrap(), "efficiency_percent").unwrap();
+    folder.write("fig-00_test/results/lines.jsonl", &lines.replace(&value.to_string(), "99.5"));
+    let output = reproduce(&[]);
+    assert!(
+        !output.is_good && output.text.contains("FAILED     ours at 100 is 12.7") && output.text.contains("99.5 was published"),
+        "{}",
+        output.text
+    );
+    // A sweep that needs a GPU is not run without one.
+    folder.write("fig-00_test/results/lines.jsonl", &lines);
+    folder.write("fig-00_test/config.toml", &CONFIG.replace("quick", "needs = \"gpu\"\nquick"));
+    if machine::Machine::this().gpus.is_empty() {
+        assert!(reproduce(&[]).text.contains("not run    published lines agree"));
+    }
 }
 
 #[test]

@@ -22,7 +22,7 @@ const OF_RUN: [&str; 4] = ["strategy", "matmul_dtype", "moments", "seed"];
 pub fn lines(folder: &Path, text: &str) -> Result<Vec<Value>> {
     let wrong = |cause: &str| Error::Format { path: folder.into(), cause: cause.into() };
     let (of_steps, facts): (Vec<_>, Vec<_>) =
-        lines::read(&folder.join("metrics.jsonl"))?.into_iter().partition(|line| line.get("step").is_some());
+        lines::read(&folder.join("metrics.jsonl"))?.iter().cloned().partition(|line| line.get("step").is_some());
     let facts = facts.first().map_or(&Value::Null, |line| &line["facts"]);
     let (evaluations, steps): (Vec<_>, Vec<_>) = of_steps.into_iter().partition(|line| line.get("eval_loss").is_some());
     let last = steps.last().and_then(|line| line["step"].as_u64()).ok_or_else(|| wrong("no steps in metrics.jsonl"))?;

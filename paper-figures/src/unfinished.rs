@@ -21,7 +21,7 @@ impl Unfinished {
     /// # Errors
     /// Errors of reading the file.
     pub fn open(path: PathBuf) -> Result<Self> {
-        Ok(Self { calls: lines::read(&path)?, path })
+        Ok(Self { calls: lines::read(&path)?.to_vec(), path })
     }
 
     /// Output of a completed call.

@@ -4,6 +4,7 @@ use crate::check;
 use crate::config::Origin;
 use crate::error::{Error, Result};
 use crate::figure::Figure;
+use crate::numbers::Numbers;
 use crate::series;
 use std::path::Path;
 
@@ -16,6 +17,17 @@ const END: &str = "<!-- end -->\n";
 /// # Errors
 /// Errors of reading data.
 pub fn verdict(figure: &Figure) -> Result<String> {
+    let found = outcome(figure)?;
+    let why = Numbers::of(figure)?.fill(&figure.config.why);
+    let why = why.map_err(|cause| Error::Format { path: figure.folder.join("config.toml"), cause: format!("why: {cause}") })?;
+    Ok(if why.is_empty() { found } else { format!("{found}; {why}") })
+}
+
+/// The first word of the verdict: the figure's outcome, with the largest deviation from the paper.
+///
+/// # Errors
+/// Errors of reading data.
+pub fn outcome(figure: &Figure) -> Result<String> {
     let config = &figure.config;
     if check::ours(figure)?.is_empty() {
         return Ok(format!("not run here: {}", config.pending));
@@ -23,7 +35,7 @@ pub fn verdict(figure: &Figure) -> Result<String> {
     let curves = series::curves(figure)?;
     let deviation = |rule| check::deviation(&curves, rule).map(|(deviation, place)| (deviation, place, rule));
     let worst = config.compare.iter().filter_map(deviation).max_by(|a, b| (a.0.abs() / a.2.within).total_cmp(&(b.0.abs() / b.2.within)));
-    let found = match worst {
+    Ok(match worst {
         _ if config.own => "drawn for this repository".into(),
         None if config.deviates => "deviates".into(),
         None => "same shape; numbers not compared".into(),
@@ -31,8 +43,7 @@ pub fn verdict(figure: &Figure) -> Result<String> {
             format!("reproduced: within {:.1} % of the paper", 100.0 * deviation.abs())
         }
         Some((deviation, place, rule)) => format!("deviates: {} is {:+.0} % off at {place}", rule.ours, 100.0 * deviation),
-    };
-    Ok(if config.why.is_empty() { found } else { format!("{found}; {}", config.why) })
+    })
 }
 
 /// Origins of the figure's own lines, for example `simulated, measured`.
@@ -65,7 +76,17 @@ pub fn table(figures: &[Figure]) -> Result<String> {
     Ok(text)
 }
 
-/// Returns the README at `path` with `table` in its place.
+/// Returns the figure's README with its numbers filled in.
+///
+/// # Errors
+/// Errors of reading data or the README, and expressions without a value.
+pub fn page(figure: &Figure) -> Result<String> {
+    let path = figure.folder.join("README.md");
+    let text = std::fs::read_to_string(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
+    Numbers::of(figure)?.page(&text).map_err(|cause| Error::Format { path, cause })
+}
+
+/// Returns the page at `path` with `table` in its place.
 ///
 /// # Errors
 /// Errors of reading the README; an error if it has no place for the table.

@@ -21,12 +21,16 @@ const BYTES_MAX: u64 = 1 << 20;
 pub(crate) const ASSUMED: &str = "h200-pcie5";
 
 /// The profiles that ship with the program.
-const SHIPPED: [(&str, &str); 17] = [
+const SHIPPED: [(&str, &str); 22] = [
     ("h200-pcie5", include_str!("profiles/h200-pcie5.toml")),
     ("gh200-96", include_str!("profiles/gh200-96.toml")),
     ("gh200-144", include_str!("profiles/gh200-144.toml")),
     ("gb200", include_str!("profiles/gb200.toml")),
+    ("gb300", include_str!("profiles/gb300.toml")),
+    ("gb10", include_str!("profiles/gb10.toml")),
+    ("h100", include_str!("profiles/h100.toml")),
     ("h100-pcie", include_str!("profiles/h100-pcie.toml")),
+    ("b200", include_str!("profiles/b200.toml")),
     ("mi300a", include_str!("profiles/mi300a.toml")),
     ("a100-80", include_str!("profiles/a100-80.toml")),
     ("a100-40", include_str!("profiles/a100-40.toml")),
@@ -35,6 +39,7 @@ const SHIPPED: [(&str, &str); 17] = [
     ("rtx-4090", include_str!("profiles/rtx-4090.toml")),
     ("rtx-5090", include_str!("profiles/rtx-5090.toml")),
     ("rtx-6000-ada", include_str!("profiles/rtx-6000-ada.toml")),
+    ("rtx-pro-6000", include_str!("profiles/rtx-pro-6000.toml")),
     ("h200-x2", include_str!("profiles/h200-x2.toml")),
     ("h200-x4", include_str!("profiles/h200-x4.toml")),
     ("h100-x2", include_str!("profiles/h100-x2.toml")),
@@ -348,7 +353,8 @@ impl Profile {
     /// # Errors
     /// `Usage` if there is no such profile or file; `Io` if the file cannot be read; errors of [`Profile::parse`].
     pub fn load(name_or_file: &str) -> Result<Self> {
-        if let Some((name, text)) = SHIPPED.iter().find(|(name, _)| *name == name_or_file) {
+        let spelled = plain_name(name_or_file);
+        if let Some((name, text)) = SHIPPED.iter().find(|(name, _)| *name == name_or_file || *name == spelled) {
             return Self::parse(text, Path::new(name));
         }
         let path = Path::new(name_or_file);
@@ -418,10 +424,15 @@ impl Profile {
 
     /// The shipped profiles of several GPUs that derive from the shipped profile `name`, directly or through others.
     pub(crate) fn several(name: &str) -> impl Iterator<Item = Self> {
+        Self::derived(name).filter(|profile| profile.gpus() > 1)
+    }
+
+    /// The shipped profiles that derive from the shipped profile `name`, directly or through others.
+    pub(crate) fn derived(name: &str) -> impl Iterator<Item = Self> {
         let base = |text: &str| like(&text.parse().ok()?).ok();
         let is_like =
             move |shipped: &&(&str, &str)| std::iter::successors(base(shipped.1), |(_, text)| base(text)).any(|(like, _)| *like == name);
-        SHIPPED.iter().filter(is_like).filter_map(|(name, _)| Self::load(name).ok()).filter(|profile| profile.gpus() > 1)
+        SHIPPED.iter().filter(is_like).filter_map(|(name, _)| Self::load(name).ok())
     }
 
     /// Number of GPUs of the machine with known rates.
@@ -488,6 +499,16 @@ impl Profile {
         let network = self.network.as_ref().map(|network| ("network", network.fields()));
         [gpu, link, Some(("host", self.host.fields())), cpu_device, contention, together, network].into_iter().flatten()
     }
+}
+
+/// Words of a GPU's product name that no profile's name has.
+const PRODUCT_WORDS: [&str; 10] = ["nvidia", "amd", "instinct", "geforce", "tesla", "sxm", "sxm5", "hbm3", "80gb", "blackwell"];
+
+/// A profile's name as it ships, from another spelling of it: `NVIDIA H100 80GB HBM3` and `H100_SXM` are `h100`.
+fn plain_name(spelling: &str) -> String {
+    let spelling = spelling.to_ascii_lowercase();
+    let words = spelling.split([' ', '-', '_']).filter(|word| !word.is_empty() && !PRODUCT_WORDS.contains(word));
+    words.collect::<Vec<_>>().join("-")
 }
 
 /// The shipped profile that `table` names in `like`.
@@ -706,13 +727,41 @@ mod tests {
     }
 
     #[test]
+    fn a_profile_is_found_in_any_spelling() {
+        for (spelling, name) in [
+            ("H100", "h100"),
+            ("NVIDIA H100 80GB HBM3", "h100"),
+            ("h100_sxm", "h100"),
+            ("H100 PCIe", "h100-pcie"),
+            ("GH200 96", "gh200-96"),
+            ("RTX PRO 6000 Blackwell", "rtx-pro-6000"),
+            ("GeForce RTX 4090", "rtx-4090"),
+            ("AMD Instinct MI300A", "mi300a"),
+            ("B200", "b200"),
+        ] {
+            assert_eq!(Profile::load(spelling).unwrap().name, name, "{spelling}");
+        }
+        assert!(Profile::load("gb_300").is_err(), "a name is not cut into pieces");
+    }
+
+    #[test]
+    fn profiles_of_machines_that_nobody_measured_say_so() {
+        for name in ["b200", "gb300", "gb10", "rtx-pro-6000"] {
+            let profile = Profile::load(name).unwrap();
+            let gpu = profile.gpu.as_ref().unwrap();
+            assert!(profile.machine.ends_with("; not measured"), "{name}");
+            assert!(gpu.matmul_flops.source.starts_with("assumed") && gpu.matmul_flops.others[0].source.contains("data sheet"), "{name}");
+        }
+        let (h100, h200) = (Profile::load("h100").unwrap(), Profile::load("h200-pcie5").unwrap());
+        assert!(h100.gpu.unwrap().memory_bytes.value < h200.gpu.unwrap().memory_bytes.value);
+    }
+
+    #[test]
     fn an_unknown_name_lists_the_known_names() {
         let error = Profile::load("tpu").unwrap_err();
         assert!(error.exit_code() == 2 && error.to_string().contains("h200-pcie5, gh200-96"), "{error}");
         assert!(!error.to_string().contains("nearest"), "{error}");
-        for (name, nearest) in
-            [("h100", "h100-pcie, h100-x2"), ("NVIDIA H100 80GB HBM3", "h100-pcie, h100-x2"), ("GeForce RTX 4090", "rtx-4090")]
-        {
+        for (name, nearest) in [("h100-nvl", "h100, h100-pcie, h100-x2"), ("GeForce RTX 4090 D", "rtx-4090")] {
             let error = Profile::load(name).unwrap_err().to_string();
             assert!(error.ends_with(&format!("; nearest: {nearest}")), "{error}");
         }

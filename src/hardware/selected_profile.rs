@@ -13,19 +13,23 @@ use std::path::{Path, PathBuf};
 pub(crate) const AUTO: &str = "auto";
 
 /// Words of a GPU's name, and the profile of the most similar machine. The first row with all words in the name is used.
-const NEAREST: [(&[&str], &str); 14] = [
+const NEAREST: [(&[&str], &str); 18] = [
     (&["gh200", "144"], "gh200-144"),
     (&["gh200"], "gh200-96"),
     (&["gb200"], "gb200"),
+    (&["gb300"], "gb300"),
+    (&["gb10"], "gb10"),
+    (&["b200"], "b200"),
     (&["h200"], "h200-pcie5"),
     (&["h100", "pcie"], "h100-pcie"),
     (&["h100", "nvl"], "h100-pcie"),
-    // The same chip and power limit as an H200, with slower memory.
+    // The same chip and power limit as an H200, with slower memory. One of them has a profile that derives from this one.
     (&["h100"], "h200-pcie5"),
     (&["a100", "40gb"], "a100-40"),
     (&["a100"], "a100-80"),
     (&["l40"], "l40s"),
     (&["rtx 6000 ada"], "rtx-6000-ada"),
+    (&["rtx pro 6000"], "rtx-pro-6000"),
     (&["rtx 3090"], "rtx-3090"),
     (&["rtx 4090"], "rtx-4090"),
     (&["rtx 5090"], "rtx-5090"),
@@ -142,11 +146,13 @@ impl SelectedProfile {
     fn assumed(gpu: &str, gpus: usize, because: Option<String>) -> Result<Self> {
         let gpu = gpu.to_ascii_lowercase();
         let nearest = NEAREST.iter().find(|(words, _)| words.iter().all(|word| gpu.contains(word)));
-        let alone = Profile::load(nearest.map_or(ASSUMED, |(_, name)| name))?;
-        let several = Profile::several(&alone.name).filter(|_| gpus > 1 && nearest.is_some());
-        let is_named = |profile: &Profile| profile.name.split_once('-').is_some_and(|(word, _)| gpu.contains(word));
+        let near = nearest.map_or(ASSUMED, |(_, name)| *name);
+        let is_named = |profile: &Profile| profile.name.split('-').next().is_some_and(|word| gpu.contains(word));
+        let several = Profile::several(near).filter(|_| gpus > 1 && nearest.is_some());
         let distance = |profile: &Profile| (profile.gpus() < gpus, profile.gpus().abs_diff(gpus), !is_named(profile));
-        let profile = several.min_by_key(distance).unwrap_or(alone);
+        let is_own = |profile: &Profile| profile.gpus() == 1 && profile.name.split('-').all(|word| gpu.contains(word));
+        let mut own = Profile::derived(near).filter(|profile| gpus == 1 && nearest.is_some() && is_own(profile));
+        let profile = several.min_by_key(distance).or_else(|| own.next()).map_or_else(|| Profile::load(near), Ok)?;
         Ok(Self { profile, origin: Origin::Assumed { is_near: nearest.is_some(), because } })
     }
 }
@@ -192,7 +198,11 @@ mod tests {
         for (gpu, profile) in [
             ("NVIDIA H200", "h200-pcie5"),
             ("NVIDIA H100 PCIe", "h100-pcie"),
-            ("NVIDIA H100 80GB HBM3", "h200-pcie5"),
+            ("NVIDIA H100 80GB HBM3", "h100"),
+            ("NVIDIA B200", "b200"),
+            ("NVIDIA GB300", "gb300"),
+            ("NVIDIA GB10", "gb10"),
+            ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
             ("NVIDIA GH200 480GB", "gh200-96"),
             ("NVIDIA GH200 144G HBM3e", "gh200-144"),
             ("NVIDIA GB200", "gb200"),

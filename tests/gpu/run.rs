@@ -105,6 +105,25 @@ enum GpuAttention {
 }
 
 impl Request {
+    /// Every case on the GPU, as training uses it.
+    pub fn of_the_gpu(cuda_libraries: Option<PathBuf>) -> Self {
+        Self {
+            cases: Vec::new(),
+            skip: Vec::new(),
+            device: Some(Tested::Cuda),
+            attention: GpuAttention::Cudnn,
+            expert_products: None,
+            cuda_libraries,
+            portable: false,
+            require_gpu: true,
+            full: false,
+            small: false,
+            seed: 0,
+            verbose: false,
+            lose_gpu: false,
+        }
+    }
+
     /// The settings of GPU trainings, as lines of a configuration file.
     ///
     /// # Errors

@@ -38,7 +38,7 @@ const FLOORS: [&[&str]; 15] = [
     // Planner, search, engine and ranks know recipes, requests and plans, but no settings.
     &["config"],
     &["launch"],
-    &["bench", "doctor", "probe", "report", "train"],
+    &["bench", "doctor", "probe", "report", "superchip", "train"],
     &["commands", "internals", "lib"],
     &["main"],
 ];

@@ -1,11 +1,11 @@
 //! Grouped bars.
 
 use super::axis::{self, Axis};
-use super::picture::{Anchor, INK, Picture, colour};
+use super::picture::{Anchor, INK, Picture};
 use super::render::text_size;
-use super::{Area, BODY, Frame, LEFT, RIGHT, bar, vertical_axis, wrapped};
+use super::{Area, BODY, Frame, LEFT, RIGHT, bar, colour_of, vertical_axis, wrapped};
 use crate::config::Plot;
-use crate::series::Curve;
+use crate::series::{Curve, Point};
 
 /// Fraction of a group's width that the bars of the fullest group fill.
 const FILLED: f64 = 0.82;
@@ -14,6 +14,8 @@ const WIDEST: f64 = 70.0;
 const NUMBER: f64 = BODY - 4.0;
 /// Approximate width of a character in a category's name, in points.
 const CHAR: f64 = 7.0;
+/// Half the width of a whisker's ends, in points.
+const WHISKER: f64 = 3.0;
 /// Minimum visible height of a bar, in points.
 const SEEN: f64 = 1.5;
 
@@ -43,14 +45,19 @@ pub fn draw(picture: &mut Picture, frame: &Frame<'_>) {
 }
 
 fn axis(curves: &[Curve], plot: &Plot, area: Area) -> Axis {
-    let heights = curves.iter().flat_map(|curve| curve.points.iter().map(|point| point.y));
+    let heights = curves.iter().flat_map(|curve| curve.points.iter().map(top));
     Axis::of(heights, plot.log_y, area.bottom, area.top).up_to(plot.y_max)
 }
 
-/// The curves with a bar in a group, and the bars' heights.
-fn heights<'a>(curves: &'a [Curve], category: &'a str) -> impl Iterator<Item = (&'a Curve, f64)> {
-    let height = move |curve: &Curve| curve.points.iter().find(|point| point.label == category).map(|point| point.y);
-    curves.iter().filter_map(move |curve| Some((curve, height(curve)?)))
+/// Upper end of a bar and its whisker.
+fn top(point: &Point) -> f64 {
+    point.spread.map_or(point.y, |spread| spread.high)
+}
+
+/// The curves with a bar in a group, and the bars.
+pub fn heights<'a>(curves: &'a [Curve], category: &'a str) -> impl Iterator<Item = (&'a Curve, &'a Point)> {
+    let bar = move |curve: &'a Curve| curve.points.iter().find(|point| point.label == category);
+    curves.iter().filter_map(move |curve| Some((curve, bar(curve)?)))
 }
 
 /// Left ends of the bars of a group, side by side, without gaps for missing curves.
@@ -58,11 +65,28 @@ fn lefts(count: usize, (middle, width): (f64, f64)) -> impl Iterator<Item = f64>
     (0..count).map(move |place| middle + (place as f64 - count as f64 / 2.0) * width)
 }
 
-fn group(picture: &mut Picture, bars: Vec<(&Curve, f64)>, (middle, width): (f64, f64), axis: &Axis) {
-    for (left, (curve, value)) in lefts(bars.len(), (middle, width)).zip(bars) {
-        bar(picture, (left + 1.0, axis.place(value)), (left + width - 1.0, axis.floor()), colour(curve.colour), curve.origin);
+fn group(picture: &mut Picture, bars: Vec<(&Curve, &Point)>, (middle, width): (f64, f64), axis: &Axis) {
+    for (left, (curve, point)) in lefts(bars.len(), (middle, width)).zip(bars) {
+        if point.does_not_fit {
+            for (line, word) in ["does", "not", "fit"].into_iter().enumerate() {
+                picture.text((left + width / 2.0, axis.floor() - 36.0 + 13.0 * line as f64), word, NUMBER, Anchor::Middle);
+            }
+            continue;
+        }
+        bar(picture, (left + 1.0, axis.place(point.y)), (left + width - 1.0, axis.floor()), colour_of(curve), curve.origin);
+        whisker(picture, point, left + width / 2.0, axis);
     }
     picture.line(&[(LEFT, axis.floor()), (RIGHT, axis.floor())], INK, 1.0);
+}
+
+/// Draws the range of several runs as a line with ends.
+fn whisker(picture: &mut Picture, point: &Point, x: f64, axis: &Axis) {
+    let Some(spread) = point.spread else { return };
+    let (low, high) = (axis.place(spread.low), axis.place(spread.high));
+    picture.line(&[(x, low), (x, high)], INK, 1.2);
+    for y in [low, high] {
+        picture.line(&[(x - WHISKER, y), (x + WHISKER, y)], INK, 1.2);
+    }
 }
 
 /// Whether the bars of a frame have numbers. Either all have them or none, because a number wider than its bar would overlap the next one.
@@ -74,9 +98,21 @@ fn has_numbers(curves: &[Curve], width: f64) -> bool {
 fn numbers(picture: &mut Picture, curves: &[Curve], categories: &[&str], (slot, width): (f64, f64), axis: &Axis) {
     for (index, category) in categories.iter().enumerate() {
         let bars: Vec<_> = heights(curves, category).collect();
-        for (left, (_, value)) in lefts(bars.len(), (LEFT + (index as f64 + 0.5) * slot, width)).zip(bars) {
-            picture.text((left + width / 2.0, axis.place(value) - 8.0), axis::label(value), NUMBER, Anchor::Middle);
+        let placed = lefts(bars.len(), (LEFT + (index as f64 + 0.5) * slot, width)).zip(bars);
+        for (left, (_, point)) in placed.filter(|(_, (_, point))| !point.does_not_fit) {
+            picture.text((left + width / 2.0, axis.place(top(point)) - 8.0), axis::label(point.y), NUMBER, Anchor::Middle);
         }
+    }
+}
+
+/// Categories in which a bar has no other bar to be compared with. A frame of one series compares its categories, and so does a frame that
+/// says so.
+pub fn alone<'a>(frame: &'a Frame<'_>) -> Vec<&'a str> {
+    let bars = |category: &str| heights(&frame.curves, category).count();
+    let categories = || frame.categories.iter().map(String::as_str).filter(|category| bars(category) > 0);
+    match frame.curves.len() {
+        count if (count == 1 || frame.plot.across) && categories().count() > 1 => Vec::new(),
+        _ => categories().filter(|category| bars(category) == 1).collect(),
     }
 }
 
@@ -96,12 +132,13 @@ mod tests {
 
     /// Widths of the bars, and the number of labels above them, for `count` series of which only the first has a bar in the second group.
     fn drawn(count: usize, y: f64) -> (Vec<f64>, usize) {
-        let point = |label: &str| Point { label: label.into(), x: None, y };
+        let point = |label: &str| Point { label: label.into(), x: None, y, spread: None, does_not_fit: false };
         let curve = |index: usize| Curve {
             name: index.to_string(),
             origin: Origin::Measured,
             scattered: false,
             colour: index,
+            shade: 1.0,
             marker: Marker::Circle,
             points: if index == 0 { vec![point("one"), point("two")] } else { vec![point("one")] },
         };

@@ -1,8 +1,8 @@
 //! Lines and markers.
 
 use super::axis::{self, Axis};
-use super::picture::{Anchor, GREY, PAPER, PagePoint, Picture, colour};
-use super::{Area, BODY, LEFT, RIGHT, vertical_axis};
+use super::picture::{Anchor, GREY, PAPER, PagePoint, Picture};
+use super::{Area, BODY, LEFT, RIGHT, colour_of, vertical_axis};
 use crate::config::{Marker, Origin, Plot};
 use crate::series::Curve;
 
@@ -51,7 +51,9 @@ pub fn hidden<'a>(curves: &'a [Curve], plot: &Plot, area: Area) -> Vec<&'a str> 
     let (x, y) = axes(curves, plot, area);
     let places: Vec<_> = curves.iter().map(|curve| places(curve, (&x, &y))).collect();
     let is_under = |index: usize, place: &PagePoint| {
-        let later = curves.iter().zip(&places).skip(index + 1).filter(|(curve, _)| has_markers(curve));
+        // A larger marker is seen around a smaller one.
+        let is_over = |curve: &Curve| has_markers(curve) && form(curve.marker).1 >= form(curves[index].marker).1;
+        let later = curves.iter().zip(&places).skip(index + 1).filter(|(curve, _)| is_over(curve));
         later.flat_map(|(_, places)| places).any(|other| (place.0 - other.0).hypot(place.1 - other.1) < RADIUS / 1.5)
     };
     let is_hidden = |(index, _): &(usize, &Curve)| places[*index].iter().all(|place| is_under(*index, place));
@@ -73,21 +75,26 @@ fn line(picture: &mut Picture, curve: &Curve, places: &[PagePoint]) {
         Origin::Model | Origin::Measured => 0.0,
     };
     if !curve.scattered && places.len() > 1 {
-        picture.dashed(places, colour(curve.colour), if curve.origin == Origin::Model { 1.0 } else { 2.0 }, dash);
+        picture.dashed(places, colour_of(curve), if curve.origin == Origin::Model { 1.0 } else { 2.0 }, dash);
     }
 }
 
 /// Draws a marker; the paper's markers are hollow.
 fn marker(picture: &mut Picture, place: PagePoint, curve: &Curve, is_small: bool) {
-    let (form, stretch) = match curve.marker {
+    let (form, stretch) = form(curve.marker);
+    let radius = stretch * if is_small { RADIUS / 1.8 } else { RADIUS };
+    picture.polygon(place, radius, form, colour_of(curve));
+    if curve.origin == Origin::Paper {
+        picture.polygon(place, 0.6 * radius, form, PAPER);
+    }
+}
+
+/// Corners and rotation of a marker, and its size in proportion to a circle.
+fn form(marker: Marker) -> ((u32, f64), f64) {
+    match marker {
         Marker::Circle => ((20, 0.0), 1.0),
         Marker::Square => ((4, 0.0), 1.3),
         Marker::Triangle => ((3, 0.0), 1.5),
-        Marker::Diamond => ((4, 0.5), 1.4),
-    };
-    let radius = stretch * if is_small { RADIUS / 1.8 } else { RADIUS };
-    picture.polygon(place, radius, form, colour(curve.colour));
-    if curve.origin == Origin::Paper {
-        picture.polygon(place, 0.6 * radius, form, PAPER);
+        Marker::Diamond => ((4, 0.5), 1.6),
     }
 }

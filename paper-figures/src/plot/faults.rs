@@ -23,6 +23,9 @@ pub fn faults(figure: &Figure) -> Result<Vec<String>> {
             Kind::Bars => bars::hidden(&frame.curves, frame.plot, frame.area),
             _ => curves::hidden(&frame.curves, frame.plot, frame.area),
         };
+        if frame.plot.kind == Kind::Bars {
+            faults.extend(bars::alone(frame).iter().map(|place| format!("the bar at {place:?} stands alone: nothing is compared with it")));
+        }
         faults.extend(hidden.iter().map(|name| format!("{name:?} has a legend and nothing that is seen")));
     }
     Ok(faults)
@@ -32,7 +35,7 @@ pub fn faults(figure: &Figure) -> Result<Vec<String>> {
 fn alike(frame: &Frame<'_>) -> Vec<String> {
     let look = |curve: &Curve| {
         let marker = (frame.plot.kind == Kind::Lines).then_some((curve.marker, curve.scattered));
-        (super::picture::colour(curve.colour), curve.origin, marker)
+        (super::colour_of(curve), curve.origin, marker)
     };
     let pairs = |index: usize| frame.curves[..index].iter().map(move |other| (other, &frame.curves[index]));
     let all = (0..frame.curves.len()).flat_map(pairs);
@@ -79,9 +82,10 @@ mod tests {
     use crate::series::Point;
 
     fn curve(name: &str, marker: Marker, ys: [f64; 2]) -> Curve {
-        let point = |(index, y): (usize, f64)| Point { label: index.to_string(), x: Some(index as f64), y };
+        let point =
+            |(index, y): (usize, f64)| Point { label: index.to_string(), x: Some(index as f64), y, spread: None, does_not_fit: false };
         let points = ys.into_iter().enumerate().map(point).collect();
-        Curve { name: name.into(), origin: Origin::Measured, scattered: false, colour: 0, marker, points }
+        Curve { name: name.into(), origin: Origin::Measured, scattered: false, colour: 0, shade: 1.0, marker, points }
     }
 
     fn plot(kind: &str) -> Plot {
@@ -100,11 +104,31 @@ mod tests {
     }
 
     #[test]
+    fn a_bar_alone_is_a_fault() {
+        let plot = plot("bars");
+        let alone = |curves: Vec<Curve>, categories: &[&str]| {
+            let categories = categories.iter().map(|&name| name.into()).collect();
+            bars::alone(&Frame { plot: &plot, curves, categories, area: Area::of(0, 1) })
+                .iter()
+                .map(|&name| name.to_owned())
+                .collect::<Vec<_>>()
+        };
+        let curve = |name| curve(name, Marker::Circle, [1.0, 2.0]);
+        let mut short = curve("b");
+        short.points.truncate(1);
+        assert_eq!(alone(vec![curve("a"), short.clone()], &["0", "1"]), ["1"]);
+        assert_eq!(alone(vec![curve("a")], &["0", "1"]), [""; 0], "categories of one series are compared");
+        assert_eq!(alone(vec![short], &["0"]), ["0"]);
+    }
+
+    #[test]
     fn a_legend_of_what_is_not_seen_is_a_fault() {
         let (lines, bar, area) = (plot("lines"), plot("bars"), Area::of(0, 1));
         let below = |ys| [curve("a", Marker::Circle, [1.0, 2.0]), curve("b", Marker::Circle, ys)];
         assert_eq!(curves::hidden(&below([1.0, 2.001]), &lines, area), ["a"]);
         assert_eq!(curves::hidden(&below([1.0, 1.5]), &lines, area), [""; 0], "one of its points is seen");
+        let under = [curve("a", Marker::Diamond, [1.0, 2.0]), curve("b", Marker::Circle, [1.0, 2.0])];
+        assert_eq!(curves::hidden(&under, &lines, area), [""; 0], "corners of a diamond are seen around a circle");
         assert_eq!(bars::hidden(&below([1e-4, 1e-3]), &bar, area), ["b"]);
         assert_eq!(bars::hidden(&below([1e-4, 1.0]), &bar, area), [""; 0]);
     }

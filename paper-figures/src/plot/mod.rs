@@ -1,6 +1,6 @@
 //! Drawing of figures: the page, and the representation of points.
 //!
-//! The colour shows the series, and the style shows the origin. The paper's series are dashed and hollow, simulated series dotted and
+//! The colour shows the system or the series, and the style shows the origin. Whiskers show the range of several runs. The paper's series are dashed and hollow, simulated series dotted and
 //! hatched, formulas pale lines without markers, measured series solid. No two series of a frame may look the same.
 
 mod axis;
@@ -150,14 +150,14 @@ fn vertical_axis(picture: &mut Picture, axis: &Axis, name: &str, area: Area) {
 
 /// Draws samples and names to the right of the axes, smaller if they would exceed the frame.
 fn legend(picture: &mut Picture, curves: &[Curve], kind: Kind, area: Area) {
-    let names: Vec<_> = curves.iter().map(|curve| wrapped(&curve.name, LEGEND_CHARS)).collect();
+    let names: Vec<_> = curves.iter().map(|curve| wrapped(&format!("{}{}", curve.name, runs(curve)), LEGEND_CHARS)).collect();
     let height: f64 = names.iter().map(|lines| 17.0 * lines.len() as f64 + 7.0).sum();
     let scale = ((area.end - area.top - 8.0) / height).min(1.0);
     let mut y = area.top + 8.0;
     for (curve, lines) in curves.iter().zip(names) {
         let (left, right) = ((RIGHT + 18.0, y - 7.0 * scale), (RIGHT + 44.0, y + 7.0 * scale));
         match kind {
-            Kind::Bars => bar(picture, left, right, picture::colour(curve.colour), curve.origin),
+            Kind::Bars => bar(picture, left, right, colour_of(curve), curve.origin),
             _ => curves::sample(picture, curve, (left.0, y), (right.0, y)),
         }
         for line in lines {
@@ -166,6 +166,21 @@ fn legend(picture: &mut Picture, curves: &[Curve], kind: Kind, area: Area) {
         }
         y += 7.0 * scale;
     }
+}
+
+/// Number of runs behind a curve's points, if there are several.
+fn runs(curve: &Curve) -> String {
+    let runs = || curve.points.iter().map(|point| point.spread.map_or(1, |spread| spread.runs));
+    match (runs().min(), runs().max()) {
+        (_, None | Some(1)) => String::new(),
+        (Some(low), Some(high)) if low < high => format!(", n = {low} to {high}"),
+        (_, Some(high)) => format!(", n = {high}"),
+    }
+}
+
+/// Colour of a curve.
+fn colour_of(curve: &Curve) -> Colour {
+    picture::tint(picture::colour(curve.colour), curve.shade)
 }
 
 /// Draws a bar between two corners, in the style of its origin.

@@ -16,8 +16,8 @@ pub const INK: Colour = (34, 34, 34);
 pub const GREY: Colour = (208, 208, 208);
 /// Colour of the page. The picture has its own background, so it is readable in dark mode and in print.
 pub const PAPER: Colour = (255, 255, 255);
-/// Colours that colour-blind readers can distinguish (Okabe and Ito).
-const PALETTE: [Colour; 10] = [
+/// Colours that colour-blind readers can distinguish (Okabe and Ito, and Tol).
+const PALETTE: [Colour; 12] = [
     (0, 114, 178),
     (213, 94, 0),
     (0, 158, 115),
@@ -28,6 +28,8 @@ const PALETTE: [Colour; 10] = [
     (148, 103, 50),
     (120, 94, 240),
     (0, 0, 0),
+    (153, 153, 51),
+    (136, 34, 85),
 ];
 
 /// Colour of the series with this index.
