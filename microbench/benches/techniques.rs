@@ -51,7 +51,7 @@ struct Training {
 impl Training {
     fn new(more: &str) -> Self {
         let (settings, shape) = (settings(more), shape());
-        let plan = Plan::new(&settings, &shape, &Machine::cpu(2), true).unwrap_or_else(|error| panic!("{more}: {error}"));
+        let plan = Plan::new(&settings.request(&shape), &Machine::cpu(2), true).unwrap_or_else(|error| panic!("{more}: {error}"));
         let mut engine = cpu_engine(&plan, &shape, &Topology::this_machine()).unwrap_or_else(|error| panic!("{more}: {error}"));
         for spec in engine.table().specs().to_vec() {
             let mut params = vec![0.0; spec.elems()];

@@ -45,6 +45,8 @@ pub struct Rates {
     pub(crate) attention_forward_flops: f64,
     /// FLOP/s of attention's backward pass, counted as twice the forward pass.
     pub(crate) attention_backward_flops: f64,
+    /// Whether cuDNN computes attention, except for scores with soft caps.
+    has_cudnn: bool,
     /// Bytes per second that pointwise kernels read and write.
     pub(crate) device_bytes_per_s: f64,
     /// Seconds of the driver to enqueue an operation.
@@ -100,6 +102,7 @@ macro_rules! computing {
             grouped: $grouped,
             attention_forward_flops: device.attention_forward_flops.value,
             attention_backward_flops: device.attention_backward_flops.value,
+            has_cudnn: $profile.gpu.is_some(),
             device_bytes_per_s: device.memory_bytes_per_s.value,
             launch_s: device.launch_s.value,
             kernel_s: device.kernel_s.value,
@@ -124,6 +127,10 @@ macro_rules! computing {
         }
     }};
 }
+
+/// Rate of the plain attention kernels as a fraction of cuDNN's, by channels of a head. 128: Llama-8B with `--attention plain` took 3227 ms
+/// on an H200, compared with 1371 ms (`paper-figures/log/2026-11.md`). 256: Gemma-2-2B took 978 ms (`paper-figures/predictions`).
+const PLAIN_ATTENTION_SHARE: [(f64, f64); 2] = [(128.0, 0.075), (256.0, 0.0217)];
 
 fn fp8_speedup(gpu: &Gpu) -> Option<f64> {
     gpu.fp8_matmul_flops.as_ref().map(|fp8| fp8.value / gpu.matmul_flops.value)
@@ -285,6 +292,17 @@ impl Rates {
         self.large_matmul_flops * self.matmul_share_by_least_dim.at(least_dim as f64)
     }
 
+    /// Fraction of attention's rate for heads of `head_dim` channels, with or without soft caps on scores. cuDNN does not support soft caps.
+    pub(crate) fn attention_share(&self, head_dim: usize, is_capped: bool) -> f64 {
+        if self.has_cudnn && is_capped { Points(PLAIN_ATTENTION_SHARE.to_vec()).at(head_dim as f64) } else { 1.0 }
+    }
+
+    /// Whether attention's backward pass over one block takes as long with a window as without. cuDNN's deterministic pass does: GPT-OSS-20B's
+    /// layers take 10.8 ms with a window of 128 tokens and 10.4 ms with all 4096 (`paper-figures/log/2026-11.md`).
+    pub(crate) fn backward_visits_hidden_keys(&self) -> bool {
+        self.has_cudnn
+    }
+
     /// FLOP/s of an FP8 product with the smallest dimension `least_dim`.
     pub(crate) fn fp8_flops(&self, least_dim: usize) -> f64 {
         self.fp8_speedup.unwrap_or(FP8_SPEEDUP) * self.matmul_flops(least_dim)
@@ -356,6 +374,7 @@ pub(crate) mod tests {
             grouped: GroupedRates::whole(),
             attention_forward_flops: 1e12,
             attention_backward_flops: 1e12,
+            has_cudnn: false,
             device_bytes_per_s: 1e12,
             launch_s: 0.0,
             kernel_s: 0.0,

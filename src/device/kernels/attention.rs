@@ -33,6 +33,9 @@ pub struct AttentionShape {
     pub softcap: Option<f32>,
 }
 
+/// Tokens of a sequence up to which cuDNN's backward pass is not divided into blocks, whatever the number of heads.
+const WHOLE_BACKWARD: usize = 8192;
+
 impl AttentionShape {
     /// Tokens: rows of `qkv` and of the output.
     pub fn tokens(&self) -> usize {
@@ -89,12 +92,27 @@ impl AttentionShape {
 
     /// FLOPs of the forward pass: two products over the keys that each token sees.
     pub(crate) fn flops(&self) -> f64 {
+        4.0 * self.tokens() as f64 * self.mean_keys() * (self.heads * self.head_dim) as f64
+    }
+
+    /// Mean number of keys that a token sees.
+    fn mean_keys(&self) -> f64 {
         let s = self.seq_length as f64;
-        let seen = match self.hiding_window().map(|window| window as f64) {
+        match self.hiding_window().map(|window| window as f64) {
             Some(window) => window - window * window / (2.0 * s),
             None => s / 2.0,
-        };
-        4.0 * self.tokens() as f64 * seen * (self.heads * self.head_dim) as f64
+        }
+    }
+
+    /// Mean number of keys for which cuDNN's backward pass computes scores, hidden ones included.
+    fn mean_visited_keys(&self) -> f64 {
+        let seen_of_all = self.seq_length as f64 / 2.0;
+        self.hiding_window().map_or(seen_of_all, |window| seen_of_all.min((WHOLE_BACKWARD / 2 + window) as f64))
+    }
+
+    /// Rate of this shape as a fraction of attention's rate.
+    fn share(&self, rates: &Rates) -> f64 {
+        rates.attention_share(self.head_dim, self.softcap.is_some())
     }
 
     /// An error of `kernel` if the numbers of heads do not fit together or a size is zero.
@@ -147,7 +165,7 @@ impl Kernel for AttentionForward {
     }
 
     fn flops_per_s(&self, rates: &Rates) -> f64 {
-        rates.attention_forward_flops
+        rates.attention_forward_flops * self.shape.share(rates)
     }
 }
 
@@ -195,13 +213,16 @@ impl Kernel for AttentionBackward {
     }
 
     fn flops_per_s(&self, rates: &Rates) -> f64 {
-        rates.attention_backward_flops
+        let visits_hidden = self.block.is_none() && self.shape.softcap.is_none() && rates.backward_visits_hidden_keys();
+        let useful = if visits_hidden { self.shape.mean_keys() / self.shape.mean_visited_keys() } else { 1.0 };
+        rates.attention_backward_flops * self.shape.share(rates) * useful
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::Dtype;
 
     #[test]
     fn a_rest_of_one_query_is_in_the_block_before_it() {
@@ -231,5 +252,21 @@ mod tests {
         let long =
             AttentionShape { batch: 1, seq_length: 1000, heads: 1, kv_heads: 1, head_dim: 8, scale: 1.0, window: Some(100), softcap: None };
         assert_eq!(long.key_blocks(&(512..1000), 512), vec![384..1000; 1], "query 512 sees key 413");
+    }
+
+    #[test]
+    fn hidden_keys_cost_time_in_the_backward_pass_and_soft_caps_in_both() {
+        let rates = Rates::assumed();
+        let seconds = |window, softcap, block| {
+            let shape = AttentionShape { batch: 4, seq_length: 4096, heads: 32, kv_heads: 8, head_dim: 128, scale: 1.0, window, softcap };
+            let [dout, qkv, out, lse, dqkv] = [DeviceSlice::at(0, 0, Dtype::Bfloat16); 5];
+            let forward = AttentionForward { qkv, documents: None, out, lse, shape };
+            let backward = AttentionBackward { dout, qkv, documents: None, out, lse, dqkv, shape, block };
+            [forward.flops() / forward.flops_per_s(&rates), backward.flops() / backward.flops_per_s(&rates)]
+        };
+        let (whole, windowed, capped) = (seconds(None, None, None), seconds(Some(128), None, None), seconds(None, Some(50.0), None));
+        assert!(windowed[0] < whole[0] / 10.0 && (windowed[1] / whole[1] - 1.0).abs() < 1e-9, "{windowed:?} {whole:?}");
+        assert!(seconds(Some(128), None, Some(512))[1] < whole[1] / 10.0);
+        assert!(capped.iter().zip(whole).all(|(capped, whole)| capped / whole > 10.0), "{capped:?} {whole:?}");
     }
 }
