@@ -79,4 +79,13 @@ fn the_table_of_the_real_model_is_of_recorded_runs() {
         row("TRL's SFTTrainer", &trl),
     ];
     assert!(guide.contains(&rows.join("\n")), "docs/guide/evaluation.md does not have these rows:\n{}", rows.join("\n"));
+    let cpu: Value = serde_json::from_str(&text_of("paper-figures/results/cpu-fine-tune.jsonl")).unwrap();
+    let claim = format!(
+        "a short run of {} steps of 512 tokens lowered the loss of {} held-out conversations from {:.3} to {:.3}",
+        cpu["settings"]["steps"],
+        cpu["before"]["held_out_conversations"],
+        number(&cpu, "/before/held_out_loss"),
+        number(&cpu, "/after/held_out_loss")
+    );
+    assert!(guide.contains(&claim), "docs/guide/evaluation.md does not have: {claim}");
 }
