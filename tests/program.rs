@@ -148,7 +148,8 @@ impl Outcome {
     /// Asserts that the program failed with `code` and one error line that contains all of `words`.
     pub fn refused(&self, code: i32, words: &[&str]) {
         assert_eq!(self.code, code, "{self:?}");
-        let mut errors = self.stderr.lines().filter(|line| !line.starts_with("warning: "));
+        let is_progress = |line: &str| line.starts_with("searching for the fastest plan: ");
+        let mut errors = self.stderr.lines().filter(|line| !line.starts_with("warning: ") && !is_progress(line));
         let (line, rest) = (errors.next().unwrap_or_default(), errors.count());
         assert!(line.starts_with("error: ") && rest == 0, "not one line: {self:?}");
         assert!(!self.stderr.contains("panicked"), "{self:?}");
