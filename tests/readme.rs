@@ -6,6 +6,7 @@ use crate::support::emulator;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -193,6 +194,30 @@ fn the_least_host_memory_of_the_guide_is_the_planners() {
     let line: Value = serde_json::from_str(&printed.stdout).unwrap_or_else(|_| panic!("{printed:?}"));
     let claim = format!("{least} GiB of host memory, planned at {:.0} s a step", line["step_ms"]["median"].as_f64().unwrap() / 1e3);
     assert!(guide.contains(&claim), "docs/guide/will-it-fit.md does not say {claim:?}");
+}
+
+/// The page of performance states the errors of the predictions that were registered before their runs.
+#[test]
+fn errors_of_registered_predictions_are_those_of_the_lines() {
+    let step_ms = |file: &str, at: fn(&Value) -> &Value| -> BTreeMap<String, f64> {
+        let lines = text_of(&format!("paper-figures/predictions/{file}"));
+        let line = |line: &str| serde_json::from_str::<Value>(line).unwrap();
+        lines.lines().map(line).map(|line| (line["name"].as_str().unwrap().into(), at(&line).as_f64().unwrap())).collect()
+    };
+    let (predicted, measured) =
+        (step_ms("predicted.jsonl", |line| &line["step_ms"]), step_ms("measured.jsonl", |line| &line["step_ms"]["median"]));
+    let mut errors: Vec<f64> = measured.iter().map(|(name, ms)| 100.0 * (predicted[name] / ms - 1.0).abs()).collect();
+    errors.sort_by(f64::total_cmp);
+    let median = (errors[(errors.len() - 1) / 2] + errors[errors.len() / 2]) / 2.0;
+    let (count, within) = (errors.len(), errors.iter().filter(|&&error| error <= 10.0).count());
+    let page = text_of("docs/performance.md").split_whitespace().collect::<Vec<_>>().join(" ");
+    let claims = [
+        format!("{} steps on one H200 were predicted", predicted.len()),
+        format!("{count} of them ran"),
+        format!("The median error is {median:.1} %, and {within} of {count} are within 10 %"),
+        format!("The largest error is {:.0} %", errors[count - 1]),
+    ];
+    claims.iter().for_each(|claim| assert!(page.contains(claim), "docs/performance.md does not say {claim:?}"));
 }
 
 /// The guide's table of verified cards matches the records.
