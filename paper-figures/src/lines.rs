@@ -10,9 +10,12 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::SystemTime;
 
+/// Time of the last change and size in bytes of a file, and its lines.
+type ReadFile = (Option<SystemTime>, u64, Rc<Vec<Value>>);
+
 thread_local! {
-    /// Lines of the files that were read, with the time and the size of the file: many series select from the same files.
-    static READ: RefCell<HashMap<PathBuf, (Option<SystemTime>, u64, Rc<Vec<Value>>)>> = RefCell::default();
+    /// Lines of the files that were read: many series select from the same files.
+    static READ: RefCell<HashMap<PathBuf, ReadFile>> = RefCell::default();
 }
 
 /// The objects in a file; empty if the file does not exist. Paths of models do not depend on the folder in which a program ran.
