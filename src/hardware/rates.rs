@@ -32,6 +32,18 @@ impl NetworkRates {
     }
 }
 
+/// Kernels of attention, where their time differs from the measured one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AttentionKernels {
+    /// The kernels whose rate the profile has. Keys that a window hides take no time.
+    AsMeasured,
+    /// cuDNN's deterministic kernels: keys that a window hides take time in the backward pass. GPT-OSS-20B's layers take 10.8 ms with a window of
+    /// 128 tokens, and 10.4 ms with all 4096 (`paper-figures/log/2026-11.md`).
+    Deterministic,
+    /// This program's plain kernels on a GPU.
+    Plain,
+}
+
 /// Rates of kernels, copies and the optimizer without concurrent load, unless a name says otherwise.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rates {
@@ -45,8 +57,8 @@ pub struct Rates {
     pub(crate) attention_forward_flops: f64,
     /// FLOP/s of attention's backward pass, counted as twice the forward pass.
     pub(crate) attention_backward_flops: f64,
-    /// Whether cuDNN computes attention, except for scores with soft caps.
-    has_cudnn: bool,
+    /// Kernels of attention.
+    attention: AttentionKernels,
     /// Bytes per second that pointwise kernels read and write.
     pub(crate) device_bytes_per_s: f64,
     /// Seconds of the driver to enqueue an operation.
@@ -102,7 +114,7 @@ macro_rules! computing {
             grouped: $grouped,
             attention_forward_flops: device.attention_forward_flops.value,
             attention_backward_flops: device.attention_backward_flops.value,
-            has_cudnn: $profile.gpu.is_some(),
+            attention: AttentionKernels::AsMeasured,
             device_bytes_per_s: device.memory_bytes_per_s.value,
             launch_s: device.launch_s.value,
             kernel_s: device.kernel_s.value,
@@ -292,15 +304,22 @@ impl Rates {
         self.large_matmul_flops * self.matmul_share_by_least_dim.at(least_dim as f64)
     }
 
-    /// Fraction of attention's rate for heads of `head_dim` channels, with or without soft caps on scores. cuDNN does not support soft caps.
-    pub(crate) fn attention_share(&self, head_dim: usize, is_capped: bool) -> f64 {
-        if self.has_cudnn && is_capped { Points(PLAIN_ATTENTION_SHARE.to_vec()).at(head_dim as f64) } else { 1.0 }
+    /// Fraction of attention's measured rate for heads of `head_dim` channels.
+    pub(crate) fn attention_share(&self, head_dim: usize) -> f64 {
+        match self.attention {
+            AttentionKernels::Plain => Points(PLAIN_ATTENTION_SHARE.to_vec()).at(head_dim as f64),
+            AttentionKernels::AsMeasured | AttentionKernels::Deterministic => 1.0,
+        }
     }
 
-    /// Whether attention's backward pass over one block takes as long with a window as without. cuDNN's deterministic pass does: GPT-OSS-20B's
-    /// layers take 10.8 ms with a window of 128 tokens and 10.4 ms with all 4096 (`paper-figures/log/2026-11.md`).
+    /// Whether keys that a window hides take time in attention's backward pass.
     pub(crate) fn backward_visits_hidden_keys(&self) -> bool {
-        self.has_cudnn
+        self.attention == AttentionKernels::Deterministic
+    }
+
+    /// These rates with `attention` as its kernels.
+    pub(crate) fn attending_by(&self, attention: AttentionKernels) -> Self {
+        Self { attention, ..self.clone() }
     }
 
     /// FLOP/s of an FP8 product with the smallest dimension `least_dim`.
@@ -374,7 +393,7 @@ pub(crate) mod tests {
             grouped: GroupedRates::whole(),
             attention_forward_flops: 1e12,
             attention_backward_flops: 1e12,
-            has_cudnn: false,
+            attention: AttentionKernels::AsMeasured,
             device_bytes_per_s: 1e12,
             launch_s: 0.0,
             kernel_s: 0.0,

@@ -1,9 +1,9 @@
 //! The planner's description of a machine.
 
-use crate::device::{DeviceKind, ExpertProducts};
+use crate::device::{Attention, DeviceKind, ExpertProducts};
 use crate::error::{Error, Result};
 use crate::hardware::profile::{Gpu, Profile};
-use crate::hardware::rates::Rates;
+use crate::hardware::rates::{AttentionKernels, Rates};
 use crate::host::affinity::workers_beside_others;
 use crate::memory::DeviceMemory;
 use crate::request::cut::StepCut;
@@ -88,6 +88,16 @@ impl Machine {
     /// This machine with the rates of `by` for expert products.
     pub(super) fn multiplying_experts_by(self, by: ExpertProducts) -> Self {
         Self { rates: Arc::new(self.rates.multiplying_experts_by(by)), ..self }
+    }
+
+    /// This machine with the rates of its kernels for `attention`. On CPUs only one implementation exists.
+    pub(super) fn attending_by(self, attention: Attention) -> Self {
+        let kernels = match (self.kind, attention) {
+            (DeviceKind::Gpu, Attention::Plain) => AttentionKernels::Plain,
+            (DeviceKind::Gpu, Attention::Cudnn { deterministic: true }) => AttentionKernels::Deterministic,
+            _ => AttentionKernels::AsMeasured,
+        };
+        Self { rates: Arc::new(self.rates.attending_by(kernels)), ..self }
     }
 
     /// Number of optimizer workers: one a CPU. With a GPU, some CPUs are left for drivers and other threads.

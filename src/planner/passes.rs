@@ -93,8 +93,9 @@ fn attention_s(workload: &Workload) -> f64 {
     let (shape, StepShape { micro_batch: batch, seq_length, sequence_ranks: ranks, .. }) = (workload.shape(), workload.recipe.step);
     let layers = shape.layers.len();
     let first = SequenceRank { rank: 0, ranks };
-    let flops: f64 = (0..layers).map(|layer| shape.attention_of((batch, seq_length), layer, first).flops()).sum();
-    flops / layers as f64 / workload.site.machine.rates.attention_forward_flops
+    let rates = &workload.site.machine.rates;
+    let seconds: f64 = (0..layers).map(|layer| shape.attention_of((batch, seq_length), layer, first).forward_s(rates)).sum();
+    seconds / layers as f64
 }
 
 fn micro_step_s(workload: &Workload, policy: LayerPolicy) -> Result<f64> {

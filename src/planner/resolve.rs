@@ -52,7 +52,7 @@ impl Plan {
         check_products(request)?;
         let expert_engine = ExpertEngine::of(request.kernels.experts, shape, request.recipe.numerics.dtype, machine)?;
         let recipe = recipe(request, &protocol, (machine.kind, expert_engine.by))?;
-        let site = site(request, techniques, machine, (expert_engine, trace))?;
+        let site = site(request, techniques, &machine.clone().attending_by(recipe.numerics.attention), (expert_engine, trace))?;
         let (slots, transient_bytes) = (request.wanted.slots.unwrap_or(SLOTS), transient_bytes(&table));
         let workload = Workload { recipe: &recipe, site: &site, protocol: &protocol, slots, transient_bytes };
         let permitted = permitted(request, techniques)?;

@@ -110,9 +110,14 @@ impl AttentionShape {
         self.hiding_window().map_or(seen_of_all, |window| seen_of_all.min((WHOLE_BACKWARD / 2 + window) as f64))
     }
 
-    /// Rate of this shape as a fraction of attention's rate.
-    fn share(&self, rates: &Rates) -> f64 {
-        rates.attention_share(self.head_dim, self.softcap.is_some())
+    /// FLOP/s of the forward pass.
+    fn forward_flops_per_s(&self, rates: &Rates) -> f64 {
+        rates.attention_forward_flops * rates.attention_share(self.head_dim)
+    }
+
+    /// Seconds of the forward pass.
+    pub(crate) fn forward_s(&self, rates: &Rates) -> f64 {
+        self.flops() / self.forward_flops_per_s(rates)
     }
 
     /// An error of `kernel` if the numbers of heads do not fit together or a size is zero.
@@ -165,7 +170,7 @@ impl Kernel for AttentionForward {
     }
 
     fn flops_per_s(&self, rates: &Rates) -> f64 {
-        rates.attention_forward_flops * self.shape.share(rates)
+        self.shape.forward_flops_per_s(rates)
     }
 }
 
@@ -213,9 +218,9 @@ impl Kernel for AttentionBackward {
     }
 
     fn flops_per_s(&self, rates: &Rates) -> f64 {
-        let visits_hidden = self.block.is_none() && self.shape.softcap.is_none() && rates.backward_visits_hidden_keys();
+        let visits_hidden = self.block.is_none() && rates.backward_visits_hidden_keys();
         let useful = if visits_hidden { self.shape.mean_keys() / self.shape.mean_visited_keys() } else { 1.0 };
-        rates.attention_backward_flops * self.shape.share(rates) * useful
+        rates.attention_backward_flops * rates.attention_share(self.shape.head_dim) * useful
     }
 }
 
@@ -223,6 +228,7 @@ impl Kernel for AttentionBackward {
 mod tests {
     use super::*;
     use crate::dtype::Dtype;
+    use crate::hardware::rates::AttentionKernels::{AsMeasured, Deterministic, Plain};
 
     #[test]
     fn a_rest_of_one_query_is_in_the_block_before_it() {
@@ -255,18 +261,21 @@ mod tests {
     }
 
     #[test]
-    fn hidden_keys_cost_time_in_the_backward_pass_and_soft_caps_in_both() {
-        let rates = Rates::assumed();
-        let seconds = |window, softcap, block| {
-            let shape = AttentionShape { batch: 4, seq_length: 4096, heads: 32, kv_heads: 8, head_dim: 128, scale: 1.0, window, softcap };
+    fn hidden_keys_cost_time_in_deterministic_backward_passes_and_plain_kernels_in_both() {
+        let seconds = |by, window, block| {
+            let rates = Rates::assumed().attending_by(by);
+            let shape =
+                AttentionShape { batch: 4, seq_length: 4096, heads: 32, kv_heads: 8, head_dim: 128, scale: 1.0, window, softcap: None };
             let [dout, qkv, out, lse, dqkv] = [DeviceSlice::at(0, 0, Dtype::Bfloat16); 5];
             let forward = AttentionForward { qkv, documents: None, out, lse, shape };
             let backward = AttentionBackward { dout, qkv, documents: None, out, lse, dqkv, shape, block };
             [forward.flops() / forward.flops_per_s(&rates), backward.flops() / backward.flops_per_s(&rates)]
         };
-        let (whole, windowed, capped) = (seconds(None, None, None), seconds(Some(128), None, None), seconds(None, Some(50.0), None));
+        let (whole, windowed) = (seconds(Deterministic, None, None), seconds(Deterministic, Some(128), None));
         assert!(windowed[0] < whole[0] / 10.0 && (windowed[1] / whole[1] - 1.0).abs() < 1e-9, "{windowed:?} {whole:?}");
-        assert!(seconds(Some(128), None, Some(512))[1] < whole[1] / 10.0);
-        assert!(capped.iter().zip(whole).all(|(capped, whole)| capped / whole > 10.0), "{capped:?} {whole:?}");
+        assert!(seconds(Deterministic, Some(128), Some(512))[1] < whole[1] / 10.0);
+        assert!(seconds(AsMeasured, Some(128), None)[1] < whole[1] / 10.0 && seconds(AsMeasured, None, None) == whole);
+        let plain = seconds(Plain, None, None);
+        assert!(plain.iter().zip(whole).all(|(plain, whole)| plain / whole > 10.0), "{plain:?} {whole:?}");
     }
 }
