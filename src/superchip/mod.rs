@@ -24,6 +24,8 @@ use std::path::{Path, PathBuf};
 
 /// Words in the name of a GPU that is part of a superchip.
 const SUPERCHIPS: [&str; 4] = ["GH200", "GB200", "GB300", "GB10"];
+/// The files of a check.
+const FILES: [&str; 3] = ["profile.toml", "superchip.json", "superchip.md"];
 /// Minutes of the probe and of the conformance suite.
 const PROBE_MINUTES: f64 = 1.0;
 const SELFTEST_MINUTES: f64 = 3.0;
@@ -31,7 +33,7 @@ const SELFTEST_MINUTES: f64 = 3.0;
 /// Options of `superchip-check`.
 #[derive(clap::Args, Clone, Debug)]
 pub struct SuperchipOptions {
-    /// Directory for profile.toml, superchip.json and superchip.md, which are replaced.
+    /// Directory for profile.toml, superchip.json and superchip.md. None of these may exist.
     #[arg(short, long, value_name = "DIR", default_value = "superchip-check")]
     pub out: PathBuf,
 
@@ -66,12 +68,13 @@ pub(crate) fn plan() -> String {
 /// Runs the check, and writes its files. Returns the report, and whether everything ran and passed.
 ///
 /// # Errors
-/// `Resource` without a GPU; `Io` if a file cannot be written; the stop of a run by the user. A row that fails is a line of the report.
+/// `Usage` if the directory has a file of an earlier check; `Resource` without a GPU; `Io` if a file cannot be written; the stop of a run by the user. A row that fails is a line of the report.
 pub(crate) fn run(options: &SuperchipOptions, calls: Calls<'_>) -> Result<(String, bool)> {
     let Calls { selftest, on_alarm, log } = calls;
     if options.dry_run {
         return Ok((plan(), true));
     }
+    refuse_earlier_files(&options.out)?;
     log(&plan());
     let gpu = GpuFacts::read()?;
     let name = gpu.name.unwrap_or_else(|| "a GPU without a name".into());
@@ -80,25 +83,33 @@ pub(crate) fn run(options: &SuperchipOptions, calls: Calls<'_>) -> Result<(Strin
         log(&format_args!("warning: {name} is no superchip: the report shows the form, with this machine's numbers"));
     }
     std::fs::create_dir_all(&options.out).map_err(|e| Error::io("make directory", &options.out, e))?;
-    let profile = options.out.join("profile.toml");
+    let profile = options.out.join(FILES[0]);
     let probed = probe_machine(options, &profile, log);
     let (tested, has_passed) = selftest()?;
     let rows: Vec<Value> = ROWS.iter().map(|row| measure(row, options, on_alarm(), log)).collect::<Result<_>>()?;
     let topology = Topology::this_machine();
     let record = json!({
         "bench": "superchip-check", "build": BuildFacts::this_program(), "machine": MachineFacts::new(&topology), "gpu": name,
-        "is_superchip": is_superchip, "probe": probed.as_ref().err().map_or(json!("profile.toml"), |e| json!({"error": e.to_string()})),
+        "is_superchip": is_superchip, "probe": probed.as_ref().err().map_or(json!(FILES[0]), |e| json!({"error": e.to_string()})),
         "selftest": tested, "rows": rows,
     });
     let text = report::of(&record);
-    write(options, "superchip.json", &format!("{record}\n"))?;
-    write(options, "superchip.md", &text)?;
+    write(options, FILES[1], &format!("{record}\n"))?;
+    write(options, FILES[2], &text)?;
     let is_good = has_passed && probed.is_ok() && rows.iter().all(|row| row.get("error").is_none());
     Ok((text, is_good))
 }
 
 fn is_superchip(gpu: &str) -> bool {
     SUPERCHIPS.iter().any(|chip| gpu.contains(chip))
+}
+
+/// An earlier report may have been completed by hand, so no file is replaced.
+fn refuse_earlier_files(out: &Path) -> Result<()> {
+    match FILES.iter().map(|name| out.join(name)).find(|path| path.symlink_metadata().is_ok()) {
+        None => Ok(()),
+        Some(path) => Err(Error::usage(format!("{} exists: name another directory with --out, or move the file", path.display()))),
+    }
 }
 
 fn write(options: &SuperchipOptions, name: &str, text: &str) -> Result<()> {
@@ -162,6 +173,19 @@ mod tests {
         let minutes = PROBE_MINUTES + SELFTEST_MINUTES + ROWS.iter().map(|row| row.minutes).sum::<f64>();
         assert!((8.0..=11.0).contains(&minutes), "{minutes}");
         assert!(plan().contains("about 10 minutes") && plan().contains("Table 2: + resident buckets"), "{}", plan());
+    }
+
+    #[test]
+    fn a_file_of_an_earlier_check_is_not_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(refuse_earlier_files(dir.path()).is_ok() && refuse_earlier_files(&dir.path().join("new")).is_ok());
+        for name in FILES {
+            let path = dir.path().join(name);
+            std::fs::write(&path, "by hand").unwrap();
+            let error = refuse_earlier_files(dir.path()).unwrap_err().to_string();
+            assert!(error.contains(name) && error.contains("--out"), "{error}");
+            std::fs::remove_file(path).unwrap();
+        }
     }
 
     #[test]

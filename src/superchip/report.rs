@@ -29,7 +29,7 @@ pub(super) fn of(record: &Value) -> String {
     page +=
         "\nTFLOP/s count `6 N T` and causal attention, without recompute; the paper counts full attention, which adds 2 % to its 5B.\n\n";
     page += "## Please add\n\n- Location of the machine (cloud, cluster, desk):\n- Other work on it during the check:\n- Limits of power, clocks or memory:\n\n";
-    page + "Send `superchip.json`, `profile.toml` and this page in an issue of the repository. They name no user, host or path of yours.\n"
+    page + "Send `superchip.json`, `profile.toml` and this page in an issue of the repository. They name no user and no host. A path is in them if you passed one, or if an error names it.\n"
 }
 
 /// A row of the table, or the reason for its absence.
