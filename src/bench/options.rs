@@ -6,7 +6,7 @@ use crate::describe::flag_name;
 use crate::error::{Error, Result};
 use crate::request::check::require;
 use crate::simulate::clip::Clip;
-use crate::simulate::random_tokens::LengthRange;
+use crate::simulate::random_tokens::{LengthRange, TokenSkew};
 use clap::Arg;
 use std::path::PathBuf;
 
@@ -33,6 +33,11 @@ pub struct StepOptions {
     /// With --packing bfd: range of document lengths in tokens, drawn uniformly.
     #[arg(long, value_name = "LEAST-MOST")]
     pub documents: Option<LengthRange>,
+
+    /// Exponent of a Zipf distribution of the random tokens; 0 is uniform. Frequent tokens choose the same experts, so the load of experts
+    /// becomes uneven.
+    #[arg(long, value_name = "EXPONENT", default_value = "0")]
+    pub token_skew: TokenSkew,
 
     /// Append the JSON line to this file instead of printing it.
     #[arg(long, value_name = "FILE")]

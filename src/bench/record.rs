@@ -12,7 +12,7 @@ use crate::host::perf::WorkerCounts;
 use crate::metrics::MemoryUse;
 use crate::simulate::clip::Clip;
 use crate::simulate::outcome::Outcome;
-use crate::simulate::random_tokens::LengthRange;
+use crate::simulate::random_tokens::{LengthRange, TokenSkew};
 use crate::units::{Bytes, Count};
 use serde::Serialize;
 use std::fmt;
@@ -39,6 +39,9 @@ pub(crate) struct StepRecord {
     /// Least and most tokens of a document, if rows hold several documents.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub documents: Option<LengthRange>,
+    /// Exponent of the Zipf distribution of tokens, if they are not uniform.
+    #[serde(skip_serializing_if = "TokenSkew::is_uniform")]
+    pub(crate) token_skew: TokenSkew,
     /// Warm-up steps, which are not timed.
     pub(crate) warmup: u64,
     pub steps: u64,
@@ -94,6 +97,10 @@ impl fmt::Display for StepRecord {
         // Printed here and not in `Outcome`: a simulated step has no loss.
         let loss = self.outcome.loss;
         writeln!(f, "{}; loss {:.4} -> {:.4}", self.outcome, loss.first, loss.last)?;
+        if let Some(load) = self.outcome.expert_load {
+            let unused = 100.0 * load.unused_fraction;
+            writeln!(f, "  experts      most rows {:.2} times the mean of a layer, {unused:.1} % without a row", load.largest_over_mean)?;
+        }
         let bytes = |bytes: Option<u64>| bytes.map_or("unknown".into(), |bytes| Bytes(bytes).to_string());
         write!(
             f,

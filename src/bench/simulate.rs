@@ -76,9 +76,12 @@ impl Simulation {
     /// `Usage` that names an option that makes no sense; errors in the model's configuration.
     pub(crate) fn new(options: StepOptions, profile: Profile) -> Result<Self> {
         options.check()?;
-        let StepOptions { model_config, warmup, steps, clip, documents, train, .. } = options;
+        let StepOptions { model_config, warmup, steps, clip, documents, token_skew, train, .. } = options;
         if documents.is_some() {
             return Err(Error::usage("--documents: not available in simulate, which times rows of a single document; use bench step"));
+        }
+        if token_skew.is_skewed() {
+            return Err(Error::usage("--token-skew: not available in simulate, which routes no tokens; use bench step"));
         }
         if train.digest == Some(true) {
             return Err(Error::usage("--digest: not available in simulate, which computes no state; use bench step"));

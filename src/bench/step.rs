@@ -24,7 +24,7 @@ use crate::planner::plan::Plan;
 use crate::progress_event::ProgressEvent;
 use crate::ranks::links::{EndOfRun, LastResort};
 use crate::signals::StopFlag;
-use crate::simulate::random_tokens::{LengthRange, RandomTokens};
+use crate::simulate::random_tokens::{LengthRange, RandomTokens, TokenSkew};
 use crate::simulate::timed::Steps;
 use crate::trace::file::TraceFile;
 use crate::units::counted;
@@ -43,6 +43,7 @@ pub(crate) struct StepBench {
     shape: ModelShape,
     steps: Steps,
     documents: Option<LengthRange>,
+    token_skew: TokenSkew,
 }
 
 struct Measurement<'a> {
@@ -64,12 +65,12 @@ impl StepBench {
     /// `Usage` that names an option that makes no sense; errors in the model's configuration.
     pub(crate) fn new(options: StepOptions) -> Result<Self> {
         options.check()?;
-        let StepOptions { model_config, warmup, steps, clip, documents, train, .. } = options;
+        let StepOptions { model_config, warmup, steps, clip, documents, token_skew, train, .. } = options;
         let settings = Settings::resolve_over(Settings::default(), train)?;
         let shape = presets::shape("model-config", &model_config)?;
         check_context(&settings, &shape, &model_config)?;
         let steps = Steps { warmup, timed: steps, clip };
-        Ok(Self { settings, config: model_config.display().to_string(), shape, steps, documents })
+        Ok(Self { settings, config: model_config.display().to_string(), shape, steps, documents, token_skew })
     }
 
     /// Runs the benchmark; `log` receives progress lines. With several processes, only process 0 returns the record. `last_resort` ends a
@@ -161,7 +162,7 @@ impl UseEngine for Measurement<'_> {
         let partition = launch.divide_cpus(settings, plan, warn)?;
         let Steps { warmup, timed: steps, clip } = bench.steps;
         log(&format_args!("random weights in {init_seconds:.1} s; {} of warm-up, then {steps}, clipping {clip}", counted(warmup, "step")));
-        let mut tokens = RandomTokens::new(settings.seed, bench.shape.vocab).in_documents(bench.documents.clone());
+        let mut tokens = RandomTokens::new(settings.seed, bench.shape.vocab).skewed(bench.token_skew).in_documents(bench.documents.clone());
         let start = Instant::now();
         bench.steps.warm_up(&mut engine, &mut tokens)?;
         log(&format_args!("warm-up in {:.1} s", start.elapsed().as_secs_f64()));
@@ -188,6 +189,7 @@ impl UseEngine for Measurement<'_> {
             model: ModelFacts::new(bench.config.clone(), &bench.shape),
             clip: bench.steps.clip,
             documents: bench.documents.clone(),
+            token_skew: bench.token_skew,
             warmup: bench.steps.warmup,
             steps: bench.steps.timed,
             settings: settings.clone(),
@@ -255,13 +257,26 @@ mod tests {
 
     /// Runs a small benchmark with these flags and returns its JSON line.
     fn line(clip: &str, train: TrainOptions) -> serde_json::Value {
+        let config = DEMO_CONFIG.replace("\"num_hidden_layers\": 6", "\"num_hidden_layers\": 2");
+        line_of(&config, clip, TokenSkew::default(), train)
+    }
+
+    fn line_of(config: &str, clip: &str, token_skew: TokenSkew, train: TrainOptions) -> serde_json::Value {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("config.json");
-        std::fs::write(&path, DEMO_CONFIG.replace("\"num_hidden_layers\": 6", "\"num_hidden_layers\": 2")).unwrap();
+        std::fs::write(&path, config).unwrap();
         let (device, threads) = (Some(DeviceChoice::Cpu), Some(2));
         let train = TrainOptions { device, threads, seq_length: Some(16), per_device_train_batch_size: Some(2), ..train };
-        let options =
-            StepOptions { model_config: path, warmup: 1, steps: 5, clip: clip.parse().unwrap(), documents: None, out: None, train };
+        let options = StepOptions {
+            model_config: path,
+            warmup: 1,
+            steps: 5,
+            clip: clip.parse().unwrap(),
+            documents: None,
+            token_skew,
+            out: None,
+            train,
+        };
         let mut printed = Vec::new();
         let record = StepBench::new(options).unwrap().run(None, &mut |line| printed.push(line.to_string())).unwrap().unwrap();
         assert_eq!(printed.len(), 3, "the plan, the beginning and the warm-up, no surprise: {printed:?}");
@@ -341,6 +356,20 @@ mod tests {
             let buckets = line["plan"]["buckets"].as_u64().unwrap();
             assert_eq!(line["bucket_steps"]["clipped"], clipped * buckets, "{clip}");
         }
+    }
+
+    #[test]
+    fn skewed_tokens_load_few_experts() {
+        let small = [("50304", "512"), ("2048", "64"), ("1024", "32"), ("\"num_hidden_layers\": 16", "\"num_hidden_layers\": 2")];
+        let config =
+            small.iter().fold(include_str!("../model/presets/olmoe-1b-7b.json").to_string(), |text, (from, to)| text.replace(from, to));
+        let load = |skew: &str| {
+            let line = line_of(&config, "never", skew.parse().unwrap(), TrainOptions::default());
+            (line["expert_largest_over_mean"].as_f64().unwrap(), line.get("token_skew").and_then(serde_json::Value::as_f64))
+        };
+        let ((even, no_skew), (uneven, skew)) = (load("0"), load("3"));
+        assert!(uneven > 1.5 * even, "{even} and {uneven}");
+        assert_eq!((no_skew, skew), (None, Some(3.0)));
     }
 
     #[test]

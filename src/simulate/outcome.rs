@@ -3,6 +3,7 @@
 //! Rates are over wall time unless their name contains `busy`. G and T are powers of ten.
 
 use super::flops::StepFlops;
+use crate::engine::memory::expert_rows::ExpertLoad;
 use crate::engine::protocol::coordinator::Counts;
 use crate::units::counted;
 use serde::Serialize;
@@ -27,6 +28,9 @@ pub(crate) struct Outcome {
     pub(crate) bucket_steps: Counts,
     /// Mean loss of the first and of the last timed step.
     pub loss: FirstAndLast,
+    /// Load of the experts in the last step, if the model has experts and the device routes tokens.
+    #[serde(flatten)]
+    pub expert_load: Option<ExpertLoad>,
 }
 
 /// Distribution of samples.

@@ -26,10 +26,54 @@ impl FromStr for LengthRange {
     }
 }
 
+/// Exponent of a Zipf distribution of tokens: token `i` has a frequency proportional to `(i + 1)^-exponent`. 0 is uniform.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+#[serde(transparent)]
+pub struct TokenSkew(f64);
+
+impl TokenSkew {
+    /// Larger exponents make almost all tokens equal.
+    const MAX: f64 = 8.0;
+
+    pub(crate) fn is_uniform(&self) -> bool {
+        self.0 == 0.0
+    }
+
+    pub(crate) fn is_skewed(&self) -> bool {
+        !self.is_uniform()
+    }
+
+    /// For each of `vocab` tokens, the probability of this token or one before it.
+    fn cumulative(self, vocab: usize) -> Vec<f64> {
+        let mut sum = 0.0;
+        let mut sums: Vec<f64> = (1..=vocab)
+            .map(|rank| {
+                sum += libm::pow(rank as f64, -self.0);
+                sum
+            })
+            .collect();
+        for end in &mut sums {
+            *end /= sum;
+        }
+        sums
+    }
+}
+
+impl FromStr for TokenSkew {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let exponent = text.parse().ok().filter(|exponent| (0.0..=Self::MAX).contains(exponent));
+        exponent.map(Self).ok_or_else(|| format!("expected an exponent from 0 to {}", Self::MAX))
+    }
+}
+
 /// An endless text of random tokens.
 pub(crate) struct RandomTokens {
     rng: ChaCha8Rng,
     vocab: usize,
+    /// Cumulative probabilities of skewed tokens; empty if all tokens are equally frequent.
+    cumulative: Vec<f64>,
     next: i32,
     /// Document lengths for rows of separate documents; without them, a row is one document.
     lengths: Option<LengthRange>,
@@ -40,9 +84,22 @@ pub(crate) struct RandomTokens {
 impl RandomTokens {
     /// A text that depends on `seed` alone.
     pub(crate) fn new(seed: u64, vocab: usize) -> Self {
-        let mut tokens = Self { rng: ChaCha8Rng::seed_from_u64(seed), vocab, next: 0, lengths: None, documents: BTreeMap::new() };
+        let mut tokens = Self {
+            rng: ChaCha8Rng::seed_from_u64(seed),
+            vocab,
+            cumulative: Vec::new(),
+            next: 0,
+            lengths: None,
+            documents: BTreeMap::new(),
+        };
         tokens.advance();
         tokens
+    }
+
+    /// Draws all tokens after the next one with the frequencies of `skew`.
+    pub(crate) fn skewed(self, skew: TokenSkew) -> Self {
+        let cumulative = if skew.is_uniform() { Vec::new() } else { skew.cumulative(self.vocab) };
+        Self { cumulative, ..self }
     }
 
     /// Divides the text into documents of these lengths. The last document of a row is cut at the end of the row.
@@ -66,8 +123,13 @@ impl RandomTokens {
 
     /// Returns the current token and draws the next one.
     fn advance(&mut self) -> i32 {
-        let next = self.below(self.vocab);
+        let next = if self.cumulative.is_empty() { self.below(self.vocab) } else { self.skewed_token() };
         std::mem::replace(&mut self.next, next as i32)
+    }
+
+    fn skewed_token(&mut self) -> usize {
+        let drawn = f64::from(self.rng.next_u32()) / 2f64.powi(32);
+        self.cumulative.partition_point(|&end| end <= drawn)
     }
 
     /// Length of the next document, at most `left` tokens.
@@ -135,6 +197,23 @@ mod tests {
         assert_eq!(tokens.documents().iter().map(|(length, count)| length * count).sum::<usize>(), 300);
         tokens.forget();
         assert!(tokens.documents().is_empty());
+    }
+
+    #[test]
+    fn tokens_have_the_frequencies_of_their_skew() {
+        let count = |skew: &str| {
+            let mut tokens = RandomTokens::new(3, 4).skewed(skew.parse().unwrap());
+            tokens.advance();
+            let mut counts = [0.0; 4];
+            (0..100_000).for_each(|_| counts[tokens.advance() as usize] += 1e-5);
+            counts
+        };
+        let close = |counts: [f64; 4], expected: [f64; 4]| counts.iter().zip(expected).all(|(a, b)| (a - b).abs() < 0.01);
+        assert!(close(count("0"), [0.25; 4]));
+        assert!(close(count("1"), [12.0, 6.0, 4.0, 3.0].map(|share| share / 25.0)), "{:?}", count("1"));
+        for text in ["-1", "9", "NaN", "inf", "", "a"] {
+            assert_eq!(text.parse::<TokenSkew>(), Err("expected an exponent from 0 to 8".into()), "{text}");
+        }
     }
 
     #[test]

@@ -6,6 +6,7 @@ use super::outcome::{AdamOutcome, ExposedTime, FirstAndLast, Link, Outcome, Spee
 use super::random_tokens::RandomTokens;
 use crate::device::Kernels;
 use crate::engine::executor::{Engine, StepReport};
+use crate::engine::memory::expert_rows::ExpertLoad;
 use crate::engine::protocol::coordinator::Counts;
 use crate::engine::protocol::counters::{Counters, Exposed};
 use crate::engine::protocol::verdict::Verdict;
@@ -79,13 +80,17 @@ pub(crate) struct Timed {
     bucket_steps: Counts,
     verdicts: Verdicts,
     loss: FirstAndLast,
+    /// Of the last step.
+    expert_load: Option<ExpertLoad>,
 }
 
 impl Timed {
     fn new(step_ms: Spread, window_ns: Range<u64>, reports: &[StepReport]) -> Self {
-        let loss = FirstAndLast { first: reports[0].loss, last: reports[reports.len() - 1].loss };
+        let last = &reports[reports.len() - 1];
+        let (loss, expert_load) = (FirstAndLast { first: reports[0].loss, last: last.loss }, last.expert_load);
         let (documents, exposed, exposed_to_peers_ns, counters, bucket_steps, verdicts) = Default::default();
-        let mut timed = Self { step_ms, documents, window_ns, exposed, exposed_to_peers_ns, counters, bucket_steps, verdicts, loss };
+        let mut timed =
+            Self { step_ms, documents, window_ns, exposed, exposed_to_peers_ns, counters, bucket_steps, verdicts, loss, expert_load };
         for report in reports {
             timed.exposed += report.exposed;
             for (total, ns) in timed.exposed_to_peers_ns.iter_mut().zip(report.exposed_to_peers_ns) {
@@ -140,6 +145,7 @@ impl Timed {
             verdicts: self.verdicts,
             bucket_steps: self.bucket_steps,
             loss: self.loss,
+            expert_load: self.expert_load,
             step_ms: self.step_ms,
         }
     }

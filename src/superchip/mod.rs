@@ -17,6 +17,7 @@ use crate::hardware::gpu::GpuFacts;
 use crate::hardware::topology::Topology;
 use crate::probe::{self, ProbeOptions};
 use crate::simulate::clip::Clip;
+use crate::simulate::random_tokens::TokenSkew;
 use rows::{ROWS, STEPS, TimedRow, WARMUP};
 use serde_json::{Value, json};
 use std::fmt::Display;
@@ -156,7 +157,16 @@ fn measure(
 fn step_options(row: &TimedRow, options: &SuperchipOptions) -> Result<StepOptions> {
     let train: TrainOptions = toml::from_str(row.settings).map_err(|e| Error::format(row.name, e))?;
     let train = TrainOptions { device: Some(DeviceChoice::Cuda), cuda_libraries: options.cuda_libraries.clone(), ..train };
-    Ok(StepOptions { model_config: row.model.into(), warmup: WARMUP, steps: STEPS, clip: Clip::Never, documents: None, out: None, train })
+    Ok(StepOptions {
+        model_config: row.model.into(),
+        warmup: WARMUP,
+        steps: STEPS,
+        clip: Clip::Never,
+        documents: None,
+        token_skew: TokenSkew::default(),
+        out: None,
+        train,
+    })
 }
 
 #[cfg(test)]
