@@ -7,9 +7,8 @@ use crate::bench::record::RecordFile;
 use crate::bench::simulate::{Simulation, profile};
 use crate::bench::step::StepBench;
 use crate::checkpoint;
-use crate::checkpoint::best::find_best;
 use crate::checkpoint::digest::digest_checkpoint;
-use crate::checkpoint::export::{MAX_SHARD_BYTES, Options, export_checkpoint};
+use crate::checkpoint::export::{MAX_SHARD_BYTES, Options, export_best, export_checkpoint};
 use crate::config::aliases;
 use crate::config::foreign;
 use crate::config::settings::{Settings, TrainOptions};
@@ -270,9 +269,9 @@ pub fn export(options: &ExportOptions, log: &mut dyn FnMut(&dyn Display)) -> Res
     };
     let bytes = |mb: u64| mb.checked_mul(1_000_000).filter(|&b| b > 0).ok_or_else(|| Error::usage("--max-shard-mb: expected 1 or more"));
     let max_shard_bytes = options.max_shard_mb.map_or(Ok(MAX_SHARD_BYTES), bytes)?;
-    let (dir, damaged) = if options.best { find_best(&options.dir)? } else { (options.dir.clone(), Vec::new()) };
-    let exported = export_checkpoint(&dir, &options.out, Options { dtype, max_shard_bytes })?;
-    for line in damaged.iter().chain(&exported.warnings) {
+    let export = if options.best { export_best } else { export_checkpoint };
+    let exported = export(&options.dir, &options.out, Options { dtype, max_shard_bytes })?;
+    for line in &exported.warnings {
         log(&format_args!("warning: {line}"));
     }
     Ok(format!("exported step {} of {} to {}", exported.step, exported.checkpoint.display(), options.out.display()))

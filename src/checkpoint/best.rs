@@ -1,7 +1,7 @@
 //! The best checkpoint of a run, as recorded in its newest one.
 
 use super::owned::published;
-use super::{is_checkpoint, newest_good, verify};
+use super::{is_checkpoint, newest_by, open};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -45,22 +45,33 @@ impl Evaluations {
     }
 }
 
-/// The checkpoint in the output directory `dir` that its newest good one names as best, every byte checked; with a line for each newer one
-/// that is damaged.
+/// The best checkpoint of an output directory, not opened yet.
+pub(super) struct BestCheckpoint {
+    pub(super) path: PathBuf,
+    eval_loss: f64,
+    /// A line for each newer checkpoint without a good manifest.
+    pub(super) warnings: Vec<String>,
+}
+
+impl BestCheckpoint {
+    /// The error of an output directory `dir` whose best checkpoint has a fault.
+    pub(super) fn fault(&self, dir: &Path, fault: &Error) -> Error {
+        Error::format(dir, format_args!("the best checkpoint, of eval loss {:.4}, was {}: {fault}", self.eval_loss, self.path.display()))
+    }
+}
+
+/// The checkpoint in the output directory `dir` that the newest good manifest names as best. The manifest is checked, and no state is read.
 ///
 /// # Errors
-/// `Usage` for a directory that is a checkpoint itself; `Format` where none is named, or it is gone or damaged.
-pub(crate) fn find_best(dir: &Path) -> Result<(PathBuf, Vec<String>)> {
+/// `Usage` for a directory that is a checkpoint itself; `Format` where no checkpoint is named.
+pub(super) fn find_best(dir: &Path) -> Result<BestCheckpoint> {
     if is_checkpoint(dir) {
         return Err(Error::usage(format!("--best: {} is a checkpoint; name its output directory instead", dir.display())));
     }
-    let newest = newest_good(dir)?;
-    let best = newest.found.and_then(|(_, manifest)| Evaluations::of(&manifest.run).best);
+    let newest = newest_by(dir, |path| Ok(open(path)))?;
+    let best = newest.found.and_then(|(_, checkpoint)| Evaluations::of(&checkpoint.manifest().run).best);
     let best = best.ok_or_else(|| Error::format(dir, "no checkpoint here was evaluated; train with --eval-data or --eval-split"))?;
-    let path = dir.join(published(best.step));
-    let (found, loss) = (path.display(), best.eval_loss);
-    verify(&path).map_err(|e| Error::format(dir, format!("the best checkpoint, of eval loss {loss:.4}, was {found}: {e}")))?;
-    Ok((path, newest.warnings))
+    Ok(BestCheckpoint { path: dir.join(published(best.step)), eval_loss: best.eval_loss, warnings: newest.warnings })
 }
 
 #[cfg(test)]

@@ -1,7 +1,9 @@
 //! A model directory that `transformers` loads: original names, original layout, shards with an index.
 
+use super::best::find_best;
 use super::export_config;
 use super::export_dir::ExportDir;
+use super::find::use_newest;
 use super::writer::write_model_file;
 use crate::checkpoint::{self, Loaded};
 use crate::disk::{Dir, OutFile};
@@ -72,17 +74,53 @@ pub(crate) fn export(
     place.publish(&mut tmp)
 }
 
-/// Exports a checkpoint: `dir` itself, or the newest good checkpoint in `dir`.
+/// Exports a checkpoint: `dir` itself, or the newest checkpoint in `dir` whose parameters and model files are good. Reads nothing else of a
+/// checkpoint, so damage in the optimizer's moments is not detected.
 ///
 /// # Errors
 /// No good checkpoint; otherwise as [`export`].
 pub(crate) fn export_checkpoint(dir: &Path, out_dir: &Path, options: Options) -> Result<Exported> {
-    let (checkpoint, warnings) = checkpoint::find(dir)?;
-    let mut loaded = checkpoint::open(&checkpoint)?;
+    let (checkpoint, written, warnings) = use_newest(dir, |path| export_one(path, out_dir, options))?;
+    Ok(Exported { step: written.step, checkpoint, warnings: warnings.into_iter().chain(written.warning).collect() })
+}
+
+/// Exports the best checkpoint of the output directory `dir`, as its newest checkpoint names it.
+///
+/// # Errors
+/// Errors of [`find_best`]; `Format` if the best checkpoint is gone or damaged; otherwise as [`export`].
+pub(crate) fn export_best(dir: &Path, out_dir: &Path, options: Options) -> Result<Exported> {
+    let best = find_best(dir)?;
+    let written = export_one(&best.path, out_dir, options)?.map_err(|fault| best.fault(dir, &fault))?;
+    Ok(Exported { step: written.step, checkpoint: best.path, warnings: best.warnings.into_iter().chain(written.warning).collect() })
+}
+
+/// The result of [`export_one`].
+struct WrittenExport {
+    step: u64,
+    warning: Option<String>,
+}
+
+/// Exports the checkpoint at `path`. The inner error is a fault of the checkpoint, and the outer error is that of another file.
+fn export_one(path: &Path, out_dir: &Path, options: Options) -> Result<Result<WrittenExport>> {
+    let (mut loaded, model_files) = match open_model(path) {
+        Ok(opened) => opened,
+        Err(fault) => return Ok(Err(fault)),
+    };
+    let mut is_faulty = false;
+    let written = export(out_dir, &model_files, options, |spec, out| loaded.read_params(&spec.name, out).inspect_err(|_| is_faulty = true));
+    match written {
+        Ok(warning) => Ok(Ok(WrittenExport { step: loaded.manifest().trainer.step, warning })),
+        Err(fault) if is_faulty => Ok(Err(fault)),
+        Err(failure) => Err(failure),
+    }
+}
+
+/// The checkpoint at `path` and its model files, which describe its tensors.
+fn open_model(path: &Path) -> Result<(Loaded, Vec<(String, Vec<u8>)>)> {
+    let loaded = checkpoint::open(path)?;
     let model_files = loaded.read_model_files()?;
-    expect_model(&loaded, &checkpoint, &model_files)?;
-    let unsynced = export(out_dir, &model_files, options, |spec, out| loaded.read_params(&spec.name, out))?;
-    Ok(Exported { step: loaded.manifest().trainer.step, checkpoint, warnings: warnings.into_iter().chain(unsynced).collect() })
+    expect_model(&loaded, path, &model_files)?;
+    Ok((loaded, model_files))
 }
 
 fn expect_model(loaded: &Loaded, dir: &Path, model_files: &[(String, Vec<u8>)]) -> Result<()> {

@@ -38,6 +38,7 @@ pub(crate) use reader::Loaded;
 pub use reader::{open, verify};
 pub(crate) use store::clean;
 use store::is_called_checkpoint;
+use store::newest_by;
 pub(crate) use store::{RetainedCheckpoints, is_checkpoint, newest_good};
 pub(crate) use validate::STEPS_MAX;
 pub(crate) use writer::{Writer, checkpoint_bytes};

@@ -225,29 +225,41 @@ pub(crate) fn is_checkpoint(dir: &Path) -> bool {
     !dir.join(MANIFEST).symlink_metadata().is_err_and(|e| matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory))
 }
 
-/// The newest checkpoint with all bytes verified.
+/// The newest checkpoint that passed a check.
 #[derive(Debug)]
-pub(crate) struct Newest {
-    /// Its directory and manifest; `None` if there is no checkpoint, or all are damaged.
-    pub found: Option<(PathBuf, Manifest)>,
+pub(crate) struct Newest<T = Manifest> {
+    /// The checkpoint's directory and the result of the check; `None` if there is no checkpoint, or all are damaged.
+    pub found: Option<(PathBuf, T)>,
     /// A line for each newer one that is damaged: the file and its defect. Empty with nothing found: there is none.
     pub warnings: Vec<String>,
 }
 
-/// Looks through `output_dir`, highest step first. Reads only; changes nothing.
+/// The newest checkpoint in `output_dir` with all bytes verified. Reads only; changes nothing.
+///
+/// # Errors
+/// Errors of [`newest_by`].
+pub(crate) fn newest_good(output_dir: &Path) -> Result<Newest> {
+    newest_by(output_dir, |path| Ok(reader::verify(path)))
+}
+
+/// The newest checkpoint in `output_dir` that passes `check`; goes through all, highest step first. The inner error of `check` is a fault of
+/// the checkpoint. The outer error is another failure and ends the search.
 ///
 /// # Errors
 /// `output_dir` exists and cannot be read; a checkpoint that may be good cannot be read, or is of a newer format: each is named, and each
-/// that is damaged. Only damage is skipped: a failed read of a disk or network may succeed later.
-pub(crate) fn newest_good(output_dir: &Path) -> Result<Newest> {
+/// that is damaged. Only damage is skipped: a failed read of a disk or network may succeed later. Outer errors of `check`.
+pub(crate) fn newest_by<T>(output_dir: &Path, mut check: impl FnMut(&Path) -> Result<Result<T>>) -> Result<Newest<T>> {
     let mut entries = list(output_dir)?;
     entries.retain(|e| e.hidden.is_none_or(|(role, _)| role == HiddenRole::Old));
     entries.sort_by_key(|e| (Reverse(e.step), e.hidden.is_some()));
     let (mut denied, mut warnings) = (vec![], vec![]);
     for entry in entries {
-        match verify_step(&entry) {
-            Ok(manifest) if denied.is_empty() => return Ok(Newest { found: Some((entry.path, manifest)), warnings }),
-            Ok(_) => break,
+        // A newer checkpoint may be good, so an older one is not checked, which may write an export.
+        if !denied.is_empty() && expect_step(&entry).is_ok() {
+            break;
+        }
+        match expect_step(&entry).map_or_else(|e| Ok(Err(e)), |()| check(&entry.path))? {
+            Ok(checked) => return Ok(Newest { found: Some((entry.path, checked)), warnings }),
             Err(e) if is_damage(&e) => warnings.push(e.to_string()),
             Err(e) => denied.push(e),
         }
@@ -279,14 +291,15 @@ pub(super) fn is_damage(error: &Error) -> bool {
     }
 }
 
-fn verify_step(entry: &StoreEntry) -> Result<Manifest> {
+/// Checks that the checkpoint opens and that its manifest has the step of its name.
+fn expect_step(entry: &StoreEntry) -> Result<()> {
     let found = entry.path.metadata().map_err(|e| Error::io("read", &entry.path, e))?;
     if !found.is_dir() {
         return Err(Error::format(&entry.path, "not a directory"));
     }
-    let manifest = reader::verify(&entry.path)?;
-    if manifest.trainer.step != entry.step {
-        return Err(Error::format(&entry.path, format_args!("holds step {}, not the one in its name", manifest.trainer.step)));
+    let step = reader::open(&entry.path)?.manifest().trainer.step;
+    if step != entry.step {
+        return Err(Error::format(&entry.path, format_args!("holds step {step}, not the one in its name")));
     }
-    Ok(manifest)
+    Ok(())
 }

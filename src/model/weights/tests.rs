@@ -2,7 +2,7 @@ use super::safetensors::TensorFile;
 use super::*;
 use crate::checkpoint::export::{Options, export, export_checkpoint};
 use crate::checkpoint::tests::{TensorSource, save};
-use crate::checkpoint::{SavedLossScale, Scheduler, TrainerState};
+use crate::checkpoint::{SavedLossScale, Scheduler, TrainerState, open, verify};
 use crate::disk::faults::{self, Mode};
 use crate::dtype::{Dtype, Element};
 use crate::model::family::Family;
@@ -18,7 +18,7 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 fn config(architecture: &str) -> Value {
     match architecture {
@@ -513,6 +513,45 @@ fn a_checkpoint_exports_without_the_model_that_it_came_from() {
     let fallback = export_checkpoint(dir.path(), &dir.path().join("y"), Options::default()).unwrap();
     assert_eq!((fallback.step, fallback.warnings.len()), (1, 1));
     assert_error(export_checkpoint(&direct, &dir.path().join("z"), Options::default()), &["no good checkpoint"]);
+}
+
+#[test]
+fn an_export_finds_damage_in_the_parameters_and_reads_no_moments() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config("GPT2LMHeadModel");
+    config["vocab_size"] = json!(30_000);
+    let model = model(&config);
+    save_checkpoint(dir.path(), 1, &model);
+    let newest = save_checkpoint(dir.path(), 2, &model);
+    let state = newest.join("state.bin");
+    let flip = |at: usize| {
+        let mut bytes = fs::read(&state).unwrap();
+        bytes[at] ^= 1;
+        fs::write(&state, bytes).unwrap();
+    };
+    // The first tensor is the largest: its parameters, m and v are longer than two chunks each.
+    let array = 4 * 30_000 * 24;
+    assert!(array > 2 << 20 && model.table.specs().iter().any(|spec| 4 * spec.elems() == array));
+    let moments = moments_of_the_largest(&newest, array);
+    flip(moments + array / 2);
+    assert!(verify(&newest).is_err());
+    let exported = export_checkpoint(dir.path(), &dir.path().join("x"), Options::default()).unwrap();
+    assert_eq!((exported.step, exported.warnings.len()), (2, 0));
+    assert_eq!(bits(&model.load(&dir.path().join("x")).unwrap()), bits(&model.flat));
+
+    flip(moments - array / 2);
+    let fallback = export_checkpoint(dir.path(), &dir.path().join("y"), Options::default()).unwrap();
+    assert_eq!((fallback.step, fallback.warnings.len()), (1, 1));
+    assert!(fallback.warnings[0].contains("state.bin: damaged: the checksum of bytes"), "{:?}", fallback.warnings);
+    assert_error(export_checkpoint(&newest, &dir.path().join("z"), Options::default()), &["state.bin", "damaged"]);
+    assert_eq!(names(dir.path()).iter().filter(|name| name.starts_with('.')).count(), 0, "no remains of the failed export");
+}
+
+/// Where the first moments of the tensor begin whose arrays have `array` bytes, in `state.bin`.
+fn moments_of_the_largest(checkpoint: &Path, array: usize) -> usize {
+    let opened = open(checkpoint).unwrap();
+    let largest = opened.manifest().tensors.iter().find(|tensor| 4 * tensor.elems as usize == array).unwrap();
+    largest.offset as usize + array
 }
 
 #[test]
