@@ -121,7 +121,7 @@ pub mod model {
     pub use crate::model::tensors::{Module, TensorSpec, TensorTable};
     pub use crate::model::weights::ModelWeights;
     pub mod presets {
-        pub use crate::model::presets::shape;
+        pub use crate::model::presets::{PRESETS, shape};
     }
 }
 

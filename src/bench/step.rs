@@ -160,6 +160,7 @@ impl UseEngine for Measurement<'_> {
         let init_seconds = start.elapsed().as_secs_f64();
         let warn = |line: &str| log(&format_args!("warning: {line}"));
         let partition = launch.divide_cpus(settings, plan, warn)?;
+        engine.product_notes().iter().for_each(|line| log(line));
         let Steps { warmup, timed: steps, clip } = bench.steps;
         log(&format_args!("random weights in {init_seconds:.1} s; {} of warm-up, then {steps}, clipping {clip}", counted(warmup, "step")));
         let mut tokens = RandomTokens::new(settings.seed, bench.shape.vocab).skewed(bench.token_skew).in_documents(bench.documents.clone());

@@ -3,7 +3,7 @@
 use super::options::{MatmulDtype, Rollback, TrainDtype};
 use super::settings::Settings;
 use crate::data::rows::row_table::RowRules;
-use crate::device::{Attention, DeviceKind, ExpertProducts};
+use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
 use crate::dtype::Dtype;
 use crate::model::activations::LossTile;
 use crate::model::shape::ModelShape;
@@ -34,6 +34,7 @@ impl Settings {
             deterministic: !self.nondeterministic,
             experts: self.expert_products,
             loss_tile: self.loss_tile,
+            long_sums: self.long_sums,
         }
     }
 
@@ -53,6 +54,7 @@ impl Settings {
                 moments: self.moments,
                 attention: Attention::Plain,
                 experts: ExpertProducts::Own,
+                long_sums: LongSums::Library,
                 loss_tile: LossTile { rows: 1, vocab: shape.vocab },
                 attention_block: None,
                 mlp_tile: None,

@@ -17,6 +17,7 @@ use crate::data::rows::hold_out::EvalSplit;
 use crate::data::rows::row_table::{Overlong, Packing};
 use crate::data::tokenizer::AddBos;
 use crate::describe;
+use crate::device::LongSums;
 use crate::faults::{Injection, RankFault};
 use crate::hardware::selected_profile;
 use crate::host::memory_policy::HugePagesChoice;
@@ -231,6 +232,9 @@ macro_rules! settings {
             /// Tile of the loss that a checkpoint was made with, and that its run keeps.
             #[serde(skip)]
             pub loss_tile: Option<LossTile>,
+            /// How long sums of products were computed when a checkpoint was made, which its run keeps.
+            #[serde(skip)]
+            pub long_sums: Option<LongSums>,
             /// Files that settings were read from.
             #[serde(skip)]
             pub sources: Vec<PathBuf>,
@@ -249,6 +253,7 @@ macro_rules! settings {
                     is_batch_open: false,
                     all_gpus: false,
                     loss_tile: None,
+                    long_sums: None,
                     sources: Vec::new(),
                 }
             }

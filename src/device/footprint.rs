@@ -90,7 +90,7 @@ pub(crate) mod gpu {
     pub(crate) const PAGE_BYTES: usize = 2 << 20;
     /// cuBLASLt's workspace for partial sums of split products; NVIDIA recommends 32 MiB or more for Hopper.
     pub(crate) const MATMUL_WORKSPACE_BYTES: usize = 64 << 20;
-    /// Initial scratch for partial sums of this program's kernels. It grows at the first call of a kernel that needs more: norms of more
+    /// Initial scratch for partial sums of this program's kernels, and for the parts of products that cuBLASLt does not compute as a whole. It grows at the first call of a kernel that needs more: norms of more
     /// than 31,000 channels, micro-batches of more than 8 million tokens.
     pub(crate) const SCRATCH_BYTES: usize = 64 << 20;
 

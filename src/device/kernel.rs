@@ -32,6 +32,11 @@ pub trait Kernel: Copy + Send + 'static {
         f64::INFINITY
     }
 
+    /// Bytes that a second kernel is expected to read and write on a GPU to complete this one; 0 without a second kernel.
+    fn bytes_after(&self) -> f64 {
+        0.0
+    }
+
     fn stream(&self) -> Stream {
         Stream::Compute
     }

@@ -60,6 +60,14 @@ pub trait DeviceLibraries {
         Vec::new()
     }
 
+    /// Chooses how to compute a product of well aligned matrices, and computes nothing. `None` if there is no choice.
+    ///
+    /// # Errors
+    /// `Resource` when the library has no algorithm for the product.
+    fn choose_product(&mut self, _request: ProductRequest) -> Result<Option<ProductAlgorithm>> {
+        Ok(None)
+    }
+
     /// Whether the device loads kernels, and chooses library algorithms, on their first use.
     fn learns_by_doing(&self) -> bool {
         false
@@ -271,11 +279,12 @@ pub(crate) trait Peers: Device {
 pub struct Engines {
     pub attention: Attention,
     pub expert_products: ExpertProducts,
+    pub long_sums: LongSums,
 }
 
 impl Engines {
     /// This program's own kernels for all operations.
-    pub const OWN: Self = Self { attention: Attention::Plain, expert_products: ExpertProducts::Own };
+    pub const OWN: Self = Self { attention: Attention::Plain, expert_products: ExpertProducts::Own, long_sums: LongSums::Slices };
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

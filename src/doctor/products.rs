@@ -1,6 +1,6 @@
 //! The algorithms that cuBLASLt chooses for the matrix products of known models.
 
-use crate::device::ProductAlgorithm;
+use crate::device::{ProductAlgorithm, ProductWay};
 use crate::error::Result;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -51,6 +51,10 @@ impl fmt::Display for ModelProducts {
         let parts = |split_k: i32| if split_k > 1 { format!(" in {split_k} parts") } else { String::new() };
         let uses: Vec<_> = counts.iter().map(|((id, split_k), count)| format!("{id}{} for {count}", parts(*split_k))).collect();
         write!(f, "{}, {} products: algorithm {}", self.model, self.products.len(), uses.join(", "))?;
+        match self.products.iter().filter(|p| p.way != ProductWay::Whole).count() {
+            0 => {}
+            in_slices => write!(f, "; {in_slices} in slices")?,
+        }
         match self.products.iter().map(|p| p.passed_over).sum::<usize>() {
             0 => Ok(()),
             passed => write!(f, "; {passed} suggested algorithms skipped: their results may be wrong"),
@@ -68,12 +72,21 @@ mod tests {
     fn algorithms_are_counted_with_their_parts() {
         let shape = MatmulShape { layout: MatmulLayout::Tn, m: 8, n: 8, k: 8 };
         let dtype = Dtype::Bfloat16;
-        let product = |algorithm, split_k, passed_over| ProductAlgorithm { shape, experts: None, dtype, algorithm, split_k, passed_over };
-        let products = vec![product(66, 1, 0), product(66, 0, 0), product(71, 4, 2)];
-        let line = ModelProducts { model: "m", products }.to_string();
+        let product = |algorithm, split_k, passed_over| ProductAlgorithm {
+            shape,
+            experts: None,
+            dtype,
+            algorithm,
+            split_k,
+            passed_over,
+            way: ProductWay::Whole,
+        };
+        let line = |products| ModelProducts { model: "m", products }.to_string();
         assert_eq!(
-            line,
+            line(vec![product(66, 1, 0), product(66, 0, 0), product(71, 4, 2)]),
             "m, 3 products: algorithm 66 for 2, 71 in 4 parts for 1; 2 suggested algorithms skipped: their results may be wrong"
         );
+        let sliced = ProductAlgorithm { way: ProductWay::Slices(2), ..product(66, 1, 0) };
+        assert_eq!(line(vec![product(66, 1, 0), sliced]), "m, 2 products: algorithm 66 for 2; 1 in slices");
     }
 }

@@ -191,6 +191,14 @@ impl<D: Kernels> Engine<D> {
         self.dev.product_algorithms()
     }
 
+    /// Lines about products that are computed in another format than the requested one.
+    pub(crate) fn product_notes(&self) -> Vec<String> {
+        let versions = self.dev.versions();
+        let library =
+            versions.iter().find(|(name, _)| *name == "cuBLASLt").map_or_else(String::new, |(name, version)| format!("{name} {version}"));
+        self.dev.product_algorithms().iter().filter_map(|product| product.note(&library)).collect()
+    }
+
     /// The driver states of the local ranks, and the progress counters, for a watchdog.
     pub fn watched(&self) -> Watched {
         self.exchange.watched(self.driver_state.clone())

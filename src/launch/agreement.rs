@@ -5,7 +5,7 @@ use super::process_info::{HostResources, ProcessInfo};
 use crate::bucket::layout::BucketLayout;
 use crate::config::settings::Settings;
 use crate::data::rows::row_table::Packing;
-use crate::device::Kernels;
+use crate::device::{Kernels, LongSums};
 use crate::disk;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result, printable};
@@ -82,6 +82,7 @@ pub(crate) struct Proposal {
     cast: CastSide,
     without: Vec<Technique>,
     loss_tile: Option<LossTile>,
+    long_sums: Option<LongSums>,
     expert_products: ExpertProductsChoice,
     /// Names and values of the facts in which a plan that follows this proposal must agree.
     facts: Vec<(String, String)>,
@@ -185,6 +186,7 @@ impl Proposal {
             cast: wanted.cast,
             without: wanted.without,
             loss_tile: kernels.loss_tile,
+            long_sums: kernels.long_sums,
             expert_products: kernels.experts,
             facts: facts(plan),
             meeting_place,
@@ -202,6 +204,7 @@ impl Proposal {
             cast: self.cast,
             without: self.without.clone(),
             loss_tile: self.loss_tile,
+            long_sums: self.long_sums,
             expert_products: self.expert_products,
             is_batch_open: false,
             ..own.clone()

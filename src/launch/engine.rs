@@ -25,6 +25,7 @@ use crate::model::shape::ModelShape;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
 use crate::ranks::RankContext;
+use crate::recipe::Numerics;
 use crate::request::choices::Technique;
 use crate::search::best_plan;
 #[cfg(feature = "mpam")]
@@ -197,7 +198,8 @@ pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
 
 /// Opens the visible GPU `ordinal`.
 pub(super) fn gpu_device(plan: &Plan, ordinal: usize, portable: bool) -> Result<GpuDevice> {
-    let engines = Engines { attention: plan.recipe.numerics.attention, expert_products: plan.recipe.numerics.experts };
+    let Numerics { attention, experts, long_sums, .. } = plan.recipe.numerics;
+    let engines = Engines { attention, expert_products: experts, long_sums };
     gpu::open(ordinal, plan.site.cuda_libraries.clone(), engines, plan.site.trace_spans, portable)
 }
 

@@ -1,6 +1,8 @@
 //! GPU functions for builds with and without the feature `cuda`, so that other code needs no conditional compilation.
 
 #[cfg(feature = "cuda")]
+use crate::device::FirstWay;
+#[cfg(feature = "cuda")]
 use crate::device::cuda::{self, CudaOptions};
 use crate::device::{DeviceKind, Engines};
 use crate::error::{Error, Result};
@@ -26,7 +28,7 @@ pub(crate) type GpuDevice = crate::device::cpu::CpuDevice;
 /// `Resource` if there is no such GPU or a library is missing; `Unsupported` in a build without the feature `cuda`.
 #[cfg(feature = "cuda")]
 pub(crate) fn open(ordinal: usize, libraries: Vec<PathBuf>, engines: Engines, trace_spans: usize, portable: bool) -> Result<GpuDevice> {
-    super::open::gpu(ordinal, &CudaOptions { libraries, engines, trace_spans, portable })
+    super::open::gpu(ordinal, &CudaOptions { libraries, engines, trace_spans, portable, first_way: FirstWay::default() })
 }
 
 /// Fails, because this build lacks the feature `cuda`.

@@ -8,7 +8,7 @@ use std::path::Path;
 /// Name and `config.json` of every preset. The sizes are those of the published `google/gemma-2-2b`, `google/gemma-2-9b`,
 /// `google/gemma-2-27b`, `google/gemma-3-1b-pt`, `microsoft/phi-4`, `ByteDance-Seed/Seed-OSS-36B-Base` and `meta-llama/Llama-3.1-70B`; the
 /// other presets are published under their own names.
-pub(crate) const PRESETS: [(&str, &str); 15] = [
+pub const PRESETS: [(&str, &str); 15] = [
     ("qwen3-4b", include_str!("presets/qwen3-4b.json")),
     ("llama-8b", include_str!("presets/llama-8b.json")),
     ("qwen3-14b", include_str!("presets/qwen3-14b.json")),

@@ -152,6 +152,7 @@ impl Plan {
         let kernels = KernelChoices {
             loss_tile: Some(self.recipe.numerics.loss_tile),
             experts: self.recipe.numerics.experts.into(),
+            long_sums: Some(self.recipe.numerics.long_sums),
             ..request.kernels
         };
         let wanted = Wanted {

@@ -15,7 +15,7 @@ use super::rules::{Policy, Rules};
 use super::site::Site;
 use super::techniques::Techniques;
 use crate::bucket::layout::{BucketLayout, BucketStarts, LayoutRequest, Tier};
-use crate::device::{Attention, DeviceKind, ExpertProducts};
+use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::memory_policy::MemoryPolicy;
@@ -105,6 +105,7 @@ fn recipe(request: &Request, protocol: &Protocol, (kind, experts): (DeviceKind, 
         moments,
         attention,
         experts,
+        long_sums: request.kernels.long_sums.unwrap_or(if kind == DeviceKind::Gpu { LongSums::Slices } else { LongSums::Library }),
         loss_tile: request.kernels.loss_tile.unwrap_or(LossTile { rows: tokens.max(1), vocab: shape.vocab }),
         attention_block: attention.block(&shape.attention_of((step.micro_batch, step.seq_length), 0, first)),
         mlp_tile: mlp_tile::tile_tokens(tokens, fp8),

@@ -4,11 +4,11 @@
 
 use super::part::RunPart;
 use super::record::{
-    ATTENTION_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, LOSS_TILE, MATMUL, MLP_TILE, PLAIN_MATMUL, Record, SEQUENCE_RANKS, STEP,
+    ATTENTION_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, LONG_SUMS, LOSS_TILE, MATMUL, MLP_TILE, PLAIN_MATMUL, Record, SEQUENCE_RANKS, STEP,
 };
 use super::{Numerics, Recipe, RowOrder, Schedule, StepShape};
 use crate::data::checksum::hex;
-use crate::device::{Attention, DeviceKind, ExpertProducts};
+use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
 use crate::model::activations::LossTile;
 use crate::model::fp8;
 use crate::model::shape::ModelShape;
@@ -92,7 +92,8 @@ fn of_model(model: &ModelShape) -> RecipeField {
 }
 
 fn of_numerics(numerics: &Numerics) -> Vec<RecipeField> {
-    let &Numerics { dtype, fp8, moments, attention, experts, loss_tile, attention_block, mlp_tile, device, inverse_rollback } = numerics;
+    let &Numerics { dtype, fp8, moments, attention, experts, long_sums, loss_tile, attention_block, mlp_tile, device, inverse_rollback } =
+        numerics;
     let (LossTile { rows, vocab }, formats) = (loss_tile, format!("{dtype}, moments in {moments}"));
     let by = match attention {
         Attention::Plain => "plain",
@@ -108,6 +109,11 @@ fn of_numerics(numerics: &Numerics) -> Vec<RecipeField> {
             EXPERT_PRODUCTS,
             json!(experts),
             Some(json!(ExpertProducts::Own)),
+        ),
+        RecipeField::new("long sums of products", format!("{long_sums:?}")).numeric(
+            LONG_SUMS,
+            json!(long_sums),
+            Some(json!(LongSums::Library)),
         ),
         // Queries and keys; blocks that had all keys were a number.
         RecipeField::new("block of attention", in_words(attention_block)).numeric(

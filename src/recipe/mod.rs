@@ -12,7 +12,7 @@ pub(crate) mod tests;
 
 use crate::data::rows::hold_out::EvalSplit;
 use crate::data::rows::row_table::{Overlong, Packing};
-use crate::device::{Attention, DeviceKind, ExpertProducts};
+use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
 use crate::dtype::Dtype;
 use crate::faults::Injection;
 use crate::model::activations::LossTile;
@@ -92,6 +92,8 @@ pub struct Numerics {
     pub attention: Attention,
     /// Implementation of the matrix products of experts.
     pub experts: ExpertProducts,
+    /// How long sums of products are computed.
+    pub long_sums: LongSums,
     /// Tile of the loss. It is smaller than the usual tile if that one does not fit.
     pub loss_tile: LossTile,
     /// Queries and keys of a block of the first layer's attention backward pass; `None` if it runs in one piece.

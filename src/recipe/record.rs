@@ -14,6 +14,8 @@ pub(crate) const MATMUL: &str = "matmul";
 pub(crate) const PLAIN_MATMUL: &str = "in the format of weights";
 /// Key of the implementation of the matrix products of experts.
 pub(crate) const EXPERT_PRODUCTS: &str = "expert_products";
+/// Key of the way in which long sums of products are computed.
+pub(crate) const LONG_SUMS: &str = "long_sums";
 /// Key of the block of attention's backward pass; null if it runs in one piece.
 pub(crate) const ATTENTION_BLOCK: &str = "attention_block";
 /// Key of the tokens of a tile of the MLP; null if it runs in one piece.

@@ -1,4 +1,4 @@
-use super::record::{MATMUL, STEP};
+use super::record::{LONG_SUMS, MATMUL, STEP};
 use super::*;
 use crate::data::rows::hold_out::EvalSplit;
 use serde_json::{Map, Value, json};
@@ -11,6 +11,7 @@ pub(crate) fn recipe() -> Recipe {
         moments: Moments::Float32,
         attention: Attention::Plain,
         experts: ExpertProducts::Own,
+        long_sums: LongSums::Library,
         loss_tile: LossTile { rows: 8, vocab: 9 },
         attention_block: None,
         mlp_tile: None,
@@ -31,7 +32,7 @@ pub(crate) fn recipe() -> Recipe {
 }
 
 /// A change of each field.
-const CHANGES: [fn(&mut Recipe); 30] = [
+const CHANGES: [fn(&mut Recipe); 31] = [
     |r| r.model = Arc::new(ModelShape::demo().with_layers(1)),
     |r| r.rows.packing = Packing::Bfd,
     |r| r.rows.overlong = Overlong::Drop,
@@ -49,6 +50,7 @@ const CHANGES: [fn(&mut Recipe); 30] = [
     |r| r.numerics.moments = Moments::Bfloat16,
     |r| r.numerics.attention = Attention::Cudnn { deterministic: true },
     |r| r.numerics.experts = ExpertProducts::Cublaslt,
+    |r| r.numerics.long_sums = LongSums::Slices,
     |r| r.numerics.loss_tile.rows = 4,
     |r| r.numerics.attention_block = Some(64),
     |r| r.numerics.mlp_tile = Some(64),
@@ -104,7 +106,7 @@ fn the_record_of_checkpoints_is_stable() {
     recipe.record(&mut run);
     let text = concat!(
         r#"{"model":{},"numerics":{"loss_tile":{"rows":8,"vocab":9},"attention":"plain","expert_products":"own","#,
-        r#""attention_block":[4096,4096],"mlp_tile":null,"computed_on":"cpu","matmul":"in the format of weights","#,
+        r#""long_sums":"library","attention_block":[4096,4096],"mlp_tile":null,"computed_on":"cpu","matmul":"in the format of weights","#,
         r#""sequence_ranks":1,"gradient_group":1},"moments":"float32","step":{"micro_batches":4,"gradient_shares":2}}"#,
     );
     assert_eq!(serde_json::to_string(&run).unwrap(), text);
@@ -115,6 +117,7 @@ fn older_records_are_completed_and_missing_parts_stay_missing() {
     let then = json!({"numerics": {"attention": "cudnn"}}).as_object().unwrap().clone();
     let whole = recipe().complete(then);
     assert_eq!((&whole["numerics"]["attention"], &whole["numerics"][MATMUL]), (&json!("cudnn"), &json!("in the format of weights")));
+    assert_eq!(whole["numerics"][LONG_SUMS], json!("library"));
     assert_eq!((&whole["moments"], whole.get(STEP)), (&json!("float32"), None));
     assert_eq!(recipe().complete(Map::new()).get("numerics"), None::<&Value>);
 }

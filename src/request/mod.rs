@@ -8,6 +8,7 @@ pub(crate) mod choices;
 pub(crate) mod cut;
 pub(crate) mod wanted;
 
+use crate::device::LongSums;
 use crate::error::Result;
 use crate::faults::RankFault;
 use crate::model::activations::LossTile;
@@ -51,6 +52,8 @@ pub struct KernelChoices {
     pub experts: ExpertProductsChoice,
     /// Tile of the loss that a checkpoint prescribes.
     pub loss_tile: Option<LossTile>,
+    /// How long sums of products are computed, as a checkpoint prescribes.
+    pub long_sums: Option<LongSums>,
 }
 
 /// Limits and properties of the machine and the processes.

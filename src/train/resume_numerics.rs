@@ -7,11 +7,11 @@ use crate::checkpoint::Loaded;
 use crate::config::checks::STEP_TOKENS_MAX;
 use crate::config::settings::Settings;
 use crate::describe;
-use crate::device::ExpertProducts;
+use crate::device::{ExpertProducts, LongSums};
 use crate::error::{Error, Result};
 use crate::model::activations::LossTile;
 use crate::recipe::part::RunPart;
-use crate::recipe::record::{EXPERT_PRODUCTS, GRADIENT_GROUP, LOSS_TILE, SEQUENCE_RANKS, STEP};
+use crate::recipe::record::{EXPERT_PRODUCTS, GRADIENT_GROUP, LONG_SUMS, LOSS_TILE, SEQUENCE_RANKS, STEP};
 use crate::request::choices::ExpertProductsChoice;
 use crate::units::counted;
 use serde::Deserialize;
@@ -60,6 +60,10 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, on_gpu: bool, obser
         gradient_group: settings.gradient_group.or_else(|| Some(numeric(loaded, GRADIENT_GROUP)).filter(|group| *group > 1)),
         gradient_accumulation_steps: Some(accumulation),
         loss_tile: if is_allowed { None } else { loss_tile(loaded)? },
+        long_sums: match recorded(loaded, LONG_SUMS) {
+            _ if is_allowed || !on_gpu => None,
+            then => Some(long_sums(then).map_err(|e| Error::format(loaded.manifest_path(), format_args!("{LONG_SUMS}: {e}")))?),
+        },
         expert_products: match settings.expert_products {
             requested if is_allowed || !on_gpu => requested,
             requested => expert_products(requested, recorded(loaded, EXPERT_PRODUCTS))
@@ -169,6 +173,11 @@ fn expert_products(requested: ExpertProductsChoice, then: Option<&Value>) -> ser
     }
 }
 
+/// The way of long sums of a checkpoint. Older checkpoints left them to the library.
+fn long_sums(then: Option<&Value>) -> serde_json::Result<LongSums> {
+    then.map_or(Ok(LongSums::Library), LongSums::deserialize)
+}
+
 fn loss_tile(loaded: &Loaded) -> Result<Option<LossTile>> {
     let Some(tile) = recorded(loaded, LOSS_TILE) else { return Ok(None) };
     let wrong = |cause: &dyn Display| Error::format(loaded.manifest_path(), format_args!("{LOSS_TILE}: {cause}"));
@@ -191,6 +200,14 @@ mod tests {
         assert_eq!(requested(auto, None).unwrap(), own, "a checkpoint of before");
         assert_eq!(requested(own, Some(json!(ExpertProducts::Cublaslt))).unwrap(), own, "which is compared, and refused, later");
         assert!(requested(auto, Some(json!("somebody"))).unwrap_err().to_string().contains("unknown variant `somebody`"));
+    }
+
+    #[test]
+    fn a_run_keeps_the_way_of_its_long_sums() {
+        assert_eq!(long_sums(Some(&json!("slices"))).unwrap(), LongSums::Slices);
+        assert_eq!(long_sums(Some(&json!("library"))).unwrap(), LongSums::Library);
+        assert_eq!(long_sums(None).unwrap(), LongSums::Library, "a checkpoint of before");
+        assert!(long_sums(Some(&json!(2))).is_err());
     }
 
     #[test]

@@ -290,6 +290,7 @@ impl PreparedRun<'_> {
         let loader = Loader::new(dataset, plan.recipe.step.micro_batch, settings.seed, !settings.no_shuffle, position)?;
         let rates = launch.chosen.rates_from.as_ref().map(|rates| format!("rates   {rates}"));
         let pages = engine.host_memory().report(Path::new("/"));
+        engine.product_notes().iter().for_each(|line| observer.warn(line));
         observer.detail(&plan.to_string());
         rates.into_iter().chain([format!("pages   {pages}"), format!("resctrl {partition}")]).for_each(|line| observer.detail(&line));
         source.shape.ignored_dropout.iter().for_each(|key| observer.warn(&format!("dropout is not applied: config.json sets {key}")));

@@ -43,6 +43,16 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
+/// Products in parts, `way` in words.
+pub fn in_parts<W: Write>(suite: &mut Suite<'_, W>, way: &str) {
+    for format in FORMATS {
+        for (m, n, k) in PRODUCTS.into_iter().filter(|(_, _, k)| *k > 16) {
+            let name = format!("scaled_matmul {format} {m}x{n}x{k} {way}");
+            suite.case(&name, |bench, random| product(bench, random, format, [m, n, k]));
+        }
+    }
+}
+
 /// Skips the case if the device has no FP8.
 pub fn needs_fp8(bench: &mut Bench) -> Result<(), Missed> {
     match bench.subject.dev.prepare_fp8() {

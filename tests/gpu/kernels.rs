@@ -7,7 +7,7 @@ use super::harness::Bench;
 use super::random::Random;
 use super::report::{Outcome, Report};
 use super::{
-    attention, attention_parts, casts, copies, cross_entropy, embed, experts, fp8, heads, key_gradients, matmul, norms, optimizer,
+    attention, attention_parts, casts, copies, cross_entropy, embed, experts, fp8, heads, key_gradients, matmul, norms, optimizer, plans,
     pointwise, products, route, scales, sinks,
 };
 use std::io::Write;
@@ -57,6 +57,7 @@ pub fn run<W: Write>(suite: &mut Suite<'_, W>) {
     attention_parts::cases(suite);
     key_gradients::cases(suite);
     products::cases(suite);
+    plans::cases(suite);
     route::cases(suite);
     experts::cases(suite);
     sinks::cases(suite);

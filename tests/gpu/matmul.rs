@@ -38,6 +38,19 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
+/// Products of these sizes in parts.
+const IN_PARTS: [(usize, usize, usize); 5] = [(3, 5, 70), (130, 257, 96), (65, 128, 2560), (33, 4096, 128), (48, 1105, 768)];
+
+/// Products in slices.
+pub fn in_slices<W: Write>(suite: &mut Suite<'_, W>) {
+    for layout in MatmulLayout::ALL {
+        for (dtype, (m, n, k)) in FLOATS.into_iter().flat_map(|dtype| IN_PARTS.map(|size| (dtype, size))) {
+            let shape = MatmulShape { layout, m, n, k };
+            suite.case(&format!("matmul {layout:?} {dtype} {m}x{n}x{k} in slices"), |bench, random| product(bench, random, dtype, shape));
+        }
+    }
+}
+
 /// The matrix to which a product is added.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Base {

@@ -20,6 +20,7 @@ mod norms;
 mod optimizer;
 mod peers;
 mod planned;
+mod plans;
 mod pointwise;
 mod products;
 mod random;

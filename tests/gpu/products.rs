@@ -28,14 +28,14 @@ const DEVIATIONS: f64 = 7.0;
 
 /// Formats of the factors.
 #[derive(Clone, Copy, PartialEq)]
-enum Factors {
+pub enum Factors {
     Bfloat16,
     /// Both in rows of k. The first factor is E5M2 if it is the gradient of an output.
     Fp8,
 }
 
 impl Factors {
-    fn formats(self, layout: MatmulLayout) -> [Dtype; 2] {
+    pub fn formats(self, layout: MatmulLayout) -> [Dtype; 2] {
         match self {
             Self::Bfloat16 => [Dtype::Bfloat16; 2],
             Self::Fp8 if layout == MatmulLayout::Nt => [Dtype::Float8E4m3; 2],
@@ -85,7 +85,7 @@ impl Input {
 }
 
 /// The largest error of all `products` relative to the bound.
-fn check_all(bench: &mut Bench, random: &mut Random, products: &[MatmulShape], factors: Factors) -> Outcome {
+pub fn check_all(bench: &mut Bench, random: &mut Random, products: &[MatmulShape], factors: Factors) -> Outcome {
     if factors == Factors::Fp8 {
         needs_fp8(bench)?;
     }

@@ -9,12 +9,13 @@ use super::kernels::{self, Suite};
 #[cfg(feature = "cuda")]
 use super::peers::Disturbance;
 use super::peers::{self, Ranks};
+use super::plans;
 use super::report::Report;
 use super::training::{self, Subject};
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
-use superoffload::internals::device::{CpuDevice, DeviceKind, ExpertProducts, Kernels, StreamOrder};
+use superoffload::internals::device::{CpuDevice, DeviceKind, ExpertProducts, FirstWay, Kernels, StreamOrder};
 #[cfg(feature = "cuda")]
 use superoffload::internals::device::{Matmul, MatmulLayout, MatmulShape, Stream};
 #[cfg(feature = "cuda")]
@@ -205,20 +206,21 @@ fn cuda<W: Write>(report: &mut Report<W>, request: &Request, settings: &str) -> 
         overlaps: true,
         steps: if request.small { STEPS } else { FULL_STEPS },
     };
-    let open_at = |ordinal, expert_products| -> Result<Box<dyn Kernels>> {
-        let (libraries, engines) = (request.cuda_libraries.iter().cloned().collect(), Engines { attention, expert_products });
-        let options = CudaOptions { libraries, engines, trace_spans: 0, portable: request.portable };
+    let open_at = |ordinal, expert_products, first_way| -> Result<Box<dyn Kernels>> {
+        let (libraries, engines) =
+            (request.cuda_libraries.iter().cloned().collect(), Engines { attention, expert_products, ..Engines::OWN });
+        let options = CudaOptions { libraries, engines, trace_spans: 0, portable: request.portable, first_way };
         // SAFETY: as for the CPU, and tokens are inside their tables.
         Ok(Box::new(unsafe { CudaDevice::new(ordinal, &options) }?))
     };
-    conform(report, request, &|by| open_at(0, by), &subject, !request.small)?;
+    conform(report, request, &|by, first_way| open_at(0, by, first_way), &subject, !request.small)?;
     let ranks = Ranks {
         launch: &|plan, shape, topology, training| on_gpus(plan, shape, topology, request.portable, training),
         machine: subject.machine.clone(),
         settings,
         devices: visible_gpus()?.len(),
         overlaps: true,
-        disturb: &|rank, disturbance| multiply_now_and_then(&mut *open_at(rank, ExpertProducts::Own)?, rank, disturbance),
+        disturb: &|rank, disturbance| multiply_now_and_then(&mut *open_at(rank, ExpertProducts::Own, FirstWay::Whole)?, rank, disturbance),
         steps: STEPS,
         late_runs: if request.small { 5 } else { 100 },
     };
@@ -246,7 +248,7 @@ fn multiply_now_and_then(dev: &mut dyn Kernels, rank: usize, disturbance: &Distu
 fn lose_gpu() -> Result<()> {
     use superoffload::internals::device::cuda::{CudaDevice, CudaOptions};
     let engines = superoffload::internals::device::Engines::OWN;
-    let options = CudaOptions { libraries: Vec::new(), engines, trace_spans: 0, portable: false };
+    let options = CudaOptions { libraries: Vec::new(), engines, trace_spans: 0, portable: false, first_way: FirstWay::default() };
     // SAFETY: only the GPU reads outside of its table, which it rejects. This process does not use it for anything else.
     let gpu = unsafe { CudaDevice::new(0, &options) }?;
     faults::read_nowhere(&mut Harness::new(Box::new(gpu), 1 << 20)?)
@@ -282,7 +284,7 @@ fn cpu<W: Write>(report: &mut Report<W>, request: &Request, threads: usize, sche
         overlaps: false,
         steps: if request.full { FULL_STEPS } else { CPU_STEPS },
     };
-    let open = |_| cpu_device(threads, schedule);
+    let open = |_, _| cpu_device(threads, schedule);
     conform(report, request, &open, &subject, request.full)?;
     if schedule != StreamOrder::Threads {
         // tests/exactness.rs runs the adversary on up to four devices.
@@ -312,7 +314,7 @@ fn cpu_device(threads: usize, schedule: StreamOrder) -> Result<Box<dyn Kernels>>
 fn conform<D: Kernels, W: Write>(
     report: &mut Report<W>,
     request: &Request,
-    open: &dyn Fn(ExpertProducts) -> Result<Box<dyn Kernels>>,
+    open: &dyn Fn(ExpertProducts, FirstWay) -> Result<Box<dyn Kernels>>,
     subject: &Subject<'_, D>,
     full: bool,
 ) -> Result<()> {
@@ -320,15 +322,21 @@ fn conform<D: Kernels, W: Write>(
     // The reference is slow at the sizes of real workloads.
     let threads = if full { std::thread::available_parallelism().map_or(2, |cpus| cpus.get()) } else { 2 };
     let reference = Harness::new(cpu_device(threads, StreamOrder::Threads)?, bytes)?;
-    let own = Harness::new(open(ExpertProducts::Own)?, bytes)?;
+    let own = Harness::new(open(ExpertProducts::Own, FirstWay::Whole)?, bytes)?;
     let mut bench = Bench { subject: own, reference, same_bits: subject.same_bits, full, by_cublaslt: false };
     let kernels = if request.portable && subject.machine.kind == DeviceKind::Gpu { ", portable kernels" } else { "" };
     report.begin(&format!("{}: {}{kernels}", bench.subject.dev.describe(), subject.settings.trim_end().replace('\n', ", ")));
     kernels::run(&mut Suite { bench: &mut bench, report, seed: request.seed, lost: false });
     faults::run(report, &mut bench.subject);
     if subject.machine.grouped_layouts == GroupedLayouts::Usable {
-        (bench.subject, bench.by_cublaslt) = (Harness::new(open(ExpertProducts::Cublaslt)?, bytes)?, true);
+        (bench.subject, bench.by_cublaslt) = (Harness::new(open(ExpertProducts::Cublaslt, FirstWay::Whole)?, bytes)?, true);
         experts::products(&mut Suite { bench: &mut bench, report, seed: request.seed, lost: false });
+    }
+    // The CPU device computes every product in one way.
+    let later_ways = if subject.same_bits { &[][..] } else { &[FirstWay::Slices, FirstWay::Widened] };
+    for &first_way in later_ways {
+        bench.subject = Harness::new(open(ExpertProducts::Own, first_way)?, bytes)?;
+        plans::parts(&mut Suite { bench: &mut bench, report, seed: request.seed, lost: false }, first_way);
     }
     // Drops the devices first, because a GPU cannot hold two users that allocate all free memory.
     drop(bench);

@@ -1,26 +1,32 @@
-//! Matrix products by cuBLASLt. A product's descriptors and algorithm form a plan, which is made when a shape is first used and then
+//! Matrix products by cuBLASLt. Descriptors and algorithm of a call form a plan, which is made when a product is first used and then
 //! cached.
 //!
-//! The algorithm is the library's first suggestion, chosen without timing, among those that sum in a fixed order in fp32. It is therefore
-//! the same in every process with this library on this GPU. One algorithm with possibly wrong results is skipped.
+//! [`choice`] has the rule by which a product gets its algorithm, and [`cut`] the parts of products that the library refuses as a whole.
 
+mod choice;
+mod cut;
 mod groups;
 mod parts;
+mod request;
 
 use super::driver::RawStream;
 use super::error::failed;
 use super::group_tables::GroupTables;
 use super::libraries::{CUBLASLT, Libraries};
 use crate::device::footprint::gpu::MATMUL_WORKSPACE_BYTES as WORKSPACE_BYTES;
-use crate::device::{DeviceSlice, GroupedShape, Kernel, Matmul, MatmulLayout, MatmulShape, ProductAlgorithm, ScaledMatmul};
+use crate::device::{FirstWay, GroupedShape, LongSums, MatmulLayout, MatmulShape, ProductAlgorithm, ProductRequest};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
+use choice::{Answer, PlanProducts, Reductions, Way};
 use cust::context::CurrentContext;
 use cust::error::CudaError;
 use cust::memory::DeviceBuffer;
+pub(super) use cut::{Course, ProductCut, ProductPart};
 use groups::GroupProducts;
 use parts::{CublasLt, MatmulPlan, Opaque, Parts, data_type};
+pub(super) use request::{CallAddresses, CublasProduct, LibraryProduct, Pointers};
+use request::{Formats, ProductKey};
 use std::collections::HashMap;
 use std::ptr;
 
@@ -35,67 +41,7 @@ const EPILOGUE_BIAS: u32 = 4;
 /// is off by default.
 const OLDEST_FP8: usize = 120_100;
 
-/// A product with or without scales.
-#[derive(Clone, Copy)]
-pub(super) struct CublasProduct {
-    shape: MatmulShape,
-    a: DeviceSlice,
-    b: DeviceSlice,
-    /// Scales of a and b, if they have scales.
-    scales: Option<[DeviceSlice; 2]>,
-    bias: Option<DeviceSlice>,
-    base: Option<DeviceSlice>,
-    c: DeviceSlice,
-    formats: Formats,
-}
-
-impl CublasProduct {
-    /// # Errors
-    /// `Unsupported` when the operands have different formats.
-    pub(super) fn of(kernel: Matmul) -> Result<Self> {
-        let Matmul { shape, a, b, bias, base, c } = kernel;
-        Ok(Self { shape, a, b, scales: None, bias, base, c, formats: Formats::one(kernel.float_format()?) })
-    }
-
-    /// # Errors
-    /// `Unsupported` when bias or base have another format than the result.
-    pub(super) fn scaled(kernel: ScaledMatmul) -> Result<Self> {
-        let ScaledMatmul { a, a_scale, b, b_scale, bias, base, c, .. } = kernel;
-        let formats = Formats { a: a.dtype(), b: b.dtype(), c: kernel.float_format()? };
-        Ok(Self { shape: kernel.shape(), a, b, scales: Some([a_scale, b_scale]), bias, base, c, formats })
-    }
-}
-
-/// Formats of the factors and of the result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Formats {
-    a: Dtype,
-    b: Dtype,
-    c: Dtype,
-}
-
-impl Formats {
-    fn one(dtype: Dtype) -> Self {
-        Self { a: dtype, b: dtype, c: dtype }
-    }
-}
-
-/// Device addresses in a matmul descriptor, which are set for each product; 0 for absent operands.
-#[derive(Clone, Copy)]
-struct Pointers {
-    bias: u64,
-    /// Scales of a and b.
-    scales: [u64; 2],
-}
-
 impl Pointers {
-    const NONE: Self = Self { bias: 0, scales: [0; 2] };
-
-    fn of(product: &CublasProduct) -> Self {
-        let scales = product.scales.map_or([0; 2], |scales| scales.map(DeviceSlice::addr));
-        Self { bias: product.bias.map_or(0, DeviceSlice::addr), scales }
-    }
-
     /// The first factor of cuBLASLt is `b`.
     fn set(self, describe: impl Fn(i32, u64) -> Result<()>) -> Result<()> {
         let [a_scale, b_scale] = self.scales;
@@ -103,14 +49,6 @@ impl Pointers {
         let mut given = all.into_iter().filter(|(_, address)| *address != 0);
         given.try_for_each(|(attribute, address)| describe(attribute, address))
     }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct MatmulKey {
-    shape: MatmulShape,
-    formats: Formats,
-    /// Alignments of a, b, base, c and bias in bytes; 0 for an absent bias.
-    alignments: [u16; 5],
 }
 
 /// The reason why the installed cuBLASLt has no grouped expert products on a GPU of this generation; `None` if it has them.
@@ -123,18 +61,30 @@ pub(super) fn grouped_obstacle(libraries: &Libraries, generation: i32) -> Result
     Ok(groups::obstacle(unsafe { (lt.version)() }, generation))
 }
 
+/// How this program computes a product.
+pub(super) enum ProductCall<F> {
+    /// By one call, which the closure enqueues.
+    Whole(F),
+    /// In parts, each by [`Gemm::call`].
+    InParts(ProductCut),
+}
+
 /// The library, the cached plans, and their shared workspace.
 pub(super) struct Gemm {
     lt: CublasLt,
     handle: Opaque,
-    plans: HashMap<MatmulKey, MatmulPlan>,
+    /// How long sums are computed that the library wants to split, and the first way that is tried for a product.
+    rule: (LongSums, FirstWay),
+    ways: HashMap<ProductKey, Way<MatmulPlan>>,
+    /// The library's answers for all calls.
+    answers: HashMap<(LibraryProduct, Reductions), Answer<MatmulPlan>>,
     groups: Option<GroupProducts>,
     workspace: DeviceBuffer<u8>,
 }
 
 impl Gemm {
     /// Opens the library for the current context.
-    pub(super) fn new(libraries: &Libraries) -> Result<Self> {
+    pub(super) fn new(libraries: &Libraries, rule: (LongSums, FirstWay)) -> Result<Self> {
         let lt = CublasLt::bind(&libraries.open(&CUBLASLT)?)?;
         // SAFETY: products read only parts of the workspace that they have written; for grouped products the workspace is cleared when they
         // are enabled.
@@ -145,7 +95,7 @@ impl Gemm {
         let mut handle = ptr::null_mut();
         // SAFETY: writes one handle.
         lt.check(unsafe { (lt.create)(&mut handle) }, || "start cuBLASLt".into())?;
-        Ok(Self { lt, handle, plans: HashMap::new(), groups: None, workspace })
+        Ok(Self { lt, handle, rule, ways: HashMap::new(), answers: HashMap::new(), groups: None, workspace })
     }
 
     /// Enables grouped expert products on a GPU of `generation`.
@@ -194,42 +144,63 @@ impl Gemm {
         Err(Error::Unsupported(format!("products in FP8 by cuBLASLt {version}: they need {OLDEST_FP8} (CUDA 12.1) or newer")))
     }
 
-    /// Returns a closure that enqueues a product. `None`: the result has no elements.
+    /// How to compute a product. `None`: the result has no elements.
     ///
     /// # Errors
-    /// `Unsupported` on int32, and for sums of no terms (`k = 0`).
-    pub(super) fn product(&mut self, product: CublasProduct) -> Result<Option<impl FnOnce(&RawStream) -> Result<()> + use<>>> {
-        let CublasProduct { shape, a, b, bias, base, c, formats, .. } = product;
-        if c.elems() == 0 {
+    /// `Unsupported` on int32, and for sums of no terms (`k = 0`); `Resource` when the library has no algorithm.
+    pub(super) fn product(
+        &mut self,
+        product: &CublasProduct,
+    ) -> Result<Option<ProductCall<impl FnOnce(&RawStream) -> Result<()> + use<>>>> {
+        let MatmulShape { m, n, k, .. } = product.shape;
+        if product.c.elems() == 0 {
             return Ok(None);
         }
-        if shape.k == 0 {
-            return Err(Error::Unsupported(format!("a matrix product of {} x {} sums of no terms", shape.m, shape.n)));
+        if k == 0 {
+            return Err(Error::Unsupported(format!("a matrix product of {m} x {n} sums of no terms")));
         }
-        let addend = base.unwrap_or(c);
-        let alignments = [alignment(a), alignment(b), alignment(addend), alignment(c), bias.map_or(0, alignment)];
-        let pointers = Pointers::of(&product);
-        let plan = self.plan(MatmulKey { shape, formats, alignments }, pointers)?;
+        let (key, addresses) = (product.key(), CallAddresses::of(product));
+        Ok(Some(match self.way(key, addresses.pointers)? {
+            Way::Whole(plan, _) => ProductCall::Whole(self.enqueuing(plan, LibraryProduct::whole(&key), addresses)?),
+            Way::InParts(cut) => ProductCall::InParts(cut),
+        }))
+    }
+
+    /// Returns a closure that enqueues a call of a [`ProductCut`].
+    ///
+    /// # Errors
+    /// `Resource` when the library has no algorithm.
+    pub(super) fn call(&mut self, call: LibraryProduct, addresses: CallAddresses) -> Result<impl FnOnce(&RawStream) -> Result<()> + use<>> {
+        let answer = ProductPlanner { gemm: self, pointers: addresses.pointers }.plan(&call, Reductions::None)?;
+        self.enqueuing(answer.found().ok_or_else(|| none(call.shape, call.formats))?, call, addresses)
+    }
+
+    fn enqueuing(
+        &self,
+        plan: MatmulPlan,
+        LibraryProduct { shape, formats, .. }: LibraryProduct,
+        CallAddresses { a, b, addend, adds, c, pointers }: CallAddresses,
+    ) -> Result<impl FnOnce(&RawStream) -> Result<()> + use<>> {
         let Self { lt, handle, ref workspace, .. } = *self;
         let workspace = workspace.as_device_ptr().as_raw();
         pointers.set(|attribute, address| plan.describe(&lt, attribute, address))?;
-        let (one, beta) = (1f32, if base.is_some() { 1f32 } else { 0f32 });
+        let (one, beta) = (1f32, if adds { 1f32 } else { 0f32 });
         let [first, second, result] = plan.layouts;
-        Ok(Some(move |raw: &RawStream| {
-            // SAFETY: the layouts describe these slices; the scalars are read during the call.
+        Ok(move |raw: &RawStream| {
+            // SAFETY: the layouts describe the matrices at these addresses; the scalars are read during the call.
             let status = unsafe {
                 (lt.matmul)(
                     handle,
                     plan.description,
                     &one,
-                    b.addr(),
+                    b,
                     first,
-                    a.addr(),
+                    a,
                     second,
                     &beta,
-                    addend.addr(),
+                    addend,
                     result,
-                    c.addr(),
+                    c,
                     result,
                     &plan.algorithm,
                     workspace,
@@ -238,42 +209,85 @@ impl Gemm {
                 )
             };
             lt.check(status, || format!("multiply matrices, {shape:?} on {}", formats.a))
-        }))
+        })
     }
 
-    /// The plan for `key`, made on its first use. `pointers` represent all pointers with the same alignments.
-    fn plan(&mut self, key: MatmulKey, pointers: Pointers) -> Result<MatmulPlan> {
-        if let Some(plan) = self.plans.get(&key) {
-            return Ok(*plan);
+    /// The way of a product with `key`, chosen on its first use. `pointers` represent all pointers with the same alignments.
+    fn way(&mut self, key: ProductKey, pointers: Pointers) -> Result<Way<MatmulPlan>> {
+        if let Some(way) = self.ways.get(&key) {
+            return Ok(*way);
         }
-        let (lt, mut parts) = (self.lt, Parts::new(self.lt));
-        describe(&lt, &mut parts, key, pointers)?;
-        let operation = || format!("choose an algorithm for a matrix product, {:?} on {}", key.shape, key.formats.a);
-        let (suggestion, chosen) = parts.choose(self.handle, operation)?;
-        let plan = parts.keep(suggestion, chosen);
-        self.plans.insert(key, plan);
-        Ok(plan)
+        let rule = self.rule;
+        let way = choice::way(&mut ProductPlanner { gemm: self, pointers }, &key, rule)?.ok_or_else(|| none(key.shape, key.formats))?;
+        self.ways.insert(key, way);
+        Ok(way)
     }
 
-    /// Algorithms of all plans so far, sorted, so that the order is the same in every process.
+    /// Algorithms of all products so far, sorted, so that the order is the same in every process.
     pub(super) fn algorithms(&self) -> Vec<ProductAlgorithm> {
-        let single = self.plans.iter().map(|(key, plan)| plan.algorithm(key.shape, None, key.formats.a));
+        let single = self.ways.iter().filter_map(|(key, way)| self.algorithm(key, way));
         let mut all: Vec<_> = single.chain(self.groups.iter().flat_map(GroupProducts::algorithms)).collect();
         all.sort_unstable();
         all
     }
 
-    /// The algorithm of a product of well aligned matrices without bias. Runs no kernel.
-    pub(super) fn algorithm_of(&mut self, shape: MatmulShape, dtype: Dtype) -> Result<ProductAlgorithm> {
-        let key = MatmulKey { shape, formats: Formats::one(dtype), alignments: [256, 256, 256, 256, 0] };
-        Ok(self.plan(key, Pointers::NONE)?.algorithm(shape, None, dtype))
+    fn algorithm(&self, key: &ProductKey, way: &Way<MatmulPlan>) -> Option<ProductAlgorithm> {
+        let of = |plan: MatmulPlan| plan.algorithm(key.shape, None, key.formats.a);
+        match way {
+            Way::Whole(plan, skipped) => Some(of(plan.after(*skipped))),
+            Way::InParts(cut) => {
+                let first = self.answers.get(&(*cut.calls().first()?, Reductions::None))?.found()?;
+                Some(ProductAlgorithm { way: cut.way(), ..of(first) })
+            }
+        }
     }
+
+    /// Chooses the algorithm of a product of well aligned matrices. Runs no kernel.
+    ///
+    /// # Errors
+    /// The errors of [`Gemm::product`].
+    pub(super) fn algorithm_of(&mut self, request: ProductRequest) -> Result<ProductAlgorithm> {
+        let key = ProductKey::aligned(request);
+        let way = self.way(key, Pointers::standing_for(&key))?;
+        self.algorithm(&key, &way).ok_or_else(|| none(key.shape, key.formats))
+    }
+}
+
+/// The library, as the rule of [`choice`] asks it. `pointers` represent those of all products with the same alignments.
+struct ProductPlanner<'a> {
+    gemm: &'a mut Gemm,
+    pointers: Pointers,
+}
+
+impl PlanProducts for ProductPlanner<'_> {
+    type Plan = MatmulPlan;
+
+    fn plan(&mut self, call: &LibraryProduct, reductions: Reductions) -> Result<Answer<MatmulPlan>> {
+        if let Some(answer) = self.gemm.answers.get(&(*call, reductions)) {
+            return Ok(*answer);
+        }
+        let (lt, mut parts) = (self.gemm.lt, Parts::new(self.gemm.lt));
+        let bias = if call.bias > 0 { self.pointers.bias } else { 0 };
+        describe(&lt, &mut parts, call, Pointers { bias, ..self.pointers })?;
+        let answer = parts.plan(self.gemm.handle, reductions, || operation(call.shape, call.formats))?;
+        self.gemm.answers.insert((*call, reductions), answer);
+        Ok(answer)
+    }
+}
+
+fn operation(shape: MatmulShape, formats: Formats) -> String {
+    format!("choose an algorithm for a matrix product, {shape:?} on {}", formats.a)
+}
+
+/// The error of a product that the library refuses in every way.
+fn none(shape: MatmulShape, formats: Formats) -> Error {
+    Error::resource(operation(shape, formats), "cuBLASLt has none")
 }
 
 /// Matrices of cuBLASLt are column-major, so a row-major matrix is passed as its transpose. The product becomes `c^T = op(b)^T op(a)^T`:
 /// the first factor is `b`, and `c^T` has n rows.
-fn describe(lt: &CublasLt, parts: &mut Parts, key: MatmulKey, pointers: Pointers) -> Result<()> {
-    let MatmulShape { layout, m, n, k } = key.shape;
+fn describe(lt: &CublasLt, parts: &mut Parts, call: &LibraryProduct, pointers: Pointers) -> Result<()> {
+    let &LibraryProduct { shape: MatmulShape { layout, m, n, k }, pitches: [a_pitch, b_pitch], formats, alignments, bias, batch } = call;
     let (b, transpose_b) = match layout {
         MatmulLayout::Nt => ([k, n], true),
         MatmulLayout::Nn | MatmulLayout::Tn => ([n, k], false),
@@ -282,48 +296,29 @@ fn describe(lt: &CublasLt, parts: &mut Parts, key: MatmulKey, pointers: Pointers
         MatmulLayout::Tn => ([m, k], true),
         MatmulLayout::Nt | MatmulLayout::Nn => ([k, m], false),
     };
-    let Formats { a: a_format, b: b_format, c: c_format } = key.formats;
-    let matrices = [(b, b_format), (a, a_format), ([n, m], c_format)];
-    for (out, ([rows, columns], format)) in parts.layouts.iter_mut().zip(matrices) {
+    let matrices = [(b, b_pitch, formats.b), (a, a_pitch, formats.a), ([n, m], n, formats.c)];
+    for (out, ([rows, columns], pitch, format)) in parts.layouts.iter_mut().zip(matrices) {
         // SAFETY: writes one handle.
-        let status = unsafe { (lt.layout_create)(out, data_type(format)?, rows as u64, columns as u64, rows as i64) };
+        let status = unsafe { (lt.layout_create)(out, data_type(format)?, rows as u64, columns as u64, pitch as i64) };
         lt.check(status, || format!("describe a matrix of {columns} x {rows}"))?;
     }
+    batch.map_or(Ok(()), |batch| parts.repeat(batch))?;
     parts.describe_product([transpose_b, transpose_a])?;
-    if pointers.bias != 0 {
+    if bias != 0 {
         parts.describe(DESC_EPILOGUE, EPILOGUE_BIAS)?;
     }
     pointers.set(|attribute, address| parts.describe(attribute, address))?;
-    let [a, b, base, c, _] = key.alignments;
+    let [a, b, base, c] = alignments;
     parts.prefer_all([b, a, base, c])
 }
 
 impl Drop for Gemm {
     fn drop(&mut self) {
-        let experts = self.groups.iter().flat_map(GroupProducts::plans);
-        for plan in self.plans.values().chain(experts) {
+        let experts = self.groups.iter().flat_map(GroupProducts::plans).copied();
+        for plan in self.answers.values().filter_map(|answer| answer.found()).chain(experts) {
             plan.destroy(self.lt);
         }
         // SAFETY: made by `new`, destroyed once; the device's streams are idle.
         unsafe { (self.lt.destroy)(self.handle) };
-    }
-}
-
-/// The largest power of two that divides the address, at most 256, because larger alignments gain nothing.
-fn alignment(slice: DeviceSlice) -> u16 {
-    1 << slice.addr().trailing_zeros().min(8)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn slice(addr: u64, elems: usize) -> DeviceSlice {
-        DeviceSlice::at(addr, elems, Dtype::Bfloat16)
-    }
-
-    #[test]
-    fn alignment_is_the_largest_power_of_two_up_to_256() {
-        assert_eq!([2, 48, 4096 + 256, 1 << 40].map(|addr| alignment(slice(addr, 1))), [2, 16, 256, 256]);
     }
 }

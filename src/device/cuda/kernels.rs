@@ -32,14 +32,15 @@ pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
     transfer::SOURCES.iter().chain(transformer)
 }
 
-/// PTX files for documents, mixtures of experts, blocks of queries, FP8 and sinks. They take a megabyte and are loaded on first use.
-pub(super) static LATER: [&PtxSource; 9] = [
+/// PTX files for documents, mixtures of experts, blocks of queries, products in parts, FP8 and sinks. They take a megabyte and are loaded on first use.
+pub(super) static LATER: [&PtxSource; 10] = [
     &documents::SOURCE,
     &experts::SOURCE,
     &grouped::SOURCE,
     &grouped::HOPPER_SOURCE,
     &grouped::TABLES_SOURCE,
     &key_gradients::SOURCE,
+    &product::SOURCE,
     &quantize::SOURCE,
     &route::SOURCE,
     &sinks::SOURCE,

@@ -29,8 +29,8 @@ use super::documents::DocumentTable;
 use super::footprint::gpu;
 use super::slice::Allocated;
 use super::{
-    Attention, AttentionShape, Device, DeviceLibraries, DeviceSlice, Engines, EventId, ExpertProducts, MatmulShape, ProductAlgorithm,
-    Stream,
+    Attention, AttentionShape, Device, DeviceLibraries, DeviceSlice, Engines, EventId, ExpertProducts, FirstWay, LongSums, MatmulShape,
+    ProductAlgorithm, ProductRequest, Stream,
 };
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -69,6 +69,8 @@ pub struct CudaOptions {
     pub trace_spans: usize,
     /// Use only kernels for every GPU since Ampere, so that tests can run these kernels on a newer GPU.
     pub portable: bool,
+    /// The first way that is tried for a product, so that tests can run later ones on a library that refuses no product.
+    pub first_way: FirstWay,
 }
 
 /// A GPU. A `CudaDevice` belongs to the thread that made it.
@@ -165,8 +167,8 @@ pub(crate) fn libraries() -> Vec<(&'static str, Result<PathBuf>)> {
 /// `Resource` when there is no GPU, cuBLASLt is missing, or has no algorithm.
 pub(crate) fn product_algorithms(shapes: &[MatmulShape], dtype: Dtype) -> Result<Vec<ProductAlgorithm>> {
     let _context = open(visible_gpu(0)?)?;
-    let mut gemm = Gemm::new(&Libraries::new(&[], newest_cuda()?))?;
-    shapes.iter().map(|&shape| gemm.algorithm_of(shape, dtype)).collect()
+    let mut gemm = Gemm::new(&Libraries::new(&[], newest_cuda()?), (LongSums::Slices, FirstWay::default()))?;
+    shapes.iter().map(|&shape| gemm.algorithm_of(ProductRequest { shape, formats: [dtype; 3], bias: false })).collect()
 }
 
 /// The reason why cuBLASLt, searched in the folders `named` and the usual places, has no grouped expert products on the first visible GPU;
@@ -193,7 +195,7 @@ impl CudaDevice {
         let name = name(gpu.as_raw())?;
         let modules = Modules::load(kernels::sources(), &kernels::LATER)?;
         let libraries = Libraries::new(&options.libraries, newest_cuda()?);
-        let mut gemm = Gemm::new(&libraries)?;
+        let mut gemm = Gemm::new(&libraries, (options.engines.long_sums, options.first_way))?;
         if options.engines.expert_products == ExpertProducts::Cublaslt {
             gemm.open_groups(&libraries, generation(gpu.as_raw())?)?;
         }
@@ -332,6 +334,10 @@ impl DeviceLibraries for CudaDevice {
 
     fn product_algorithms(&self) -> Vec<ProductAlgorithm> {
         self.gemm.algorithms()
+    }
+
+    fn choose_product(&mut self, request: ProductRequest) -> Result<Option<ProductAlgorithm>> {
+        self.gemm.algorithm_of(request).map(Some)
     }
 
     fn learns_by_doing(&self) -> bool {

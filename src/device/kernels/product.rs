@@ -43,7 +43,68 @@ impl MatmulShape {
     }
 }
 
-/// The algorithm that cuBLASLt chose for the products of one shape.
+/// How long sums of products are computed that a library wants to split by an algorithm with possibly wrong results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LongSums {
+    /// By the library, without split sums: as all sums before this choice existed.
+    Library,
+    /// The library computes slices of the sum, and a kernel adds them.
+    Slices,
+}
+
+impl LongSums {
+    /// Terms of the shortest sum that is cut into slices, as short as measured sums were. An H200 multiplies 896 x 896 x 16,384 numbers of
+    /// bfloat16 in 42 us in slices, and in 349 us at once.
+    const TERMS_MIN: usize = 16_384;
+
+    /// Whether a sum of `k` terms is cut into slices if the library wants to split it.
+    pub(crate) fn slices(self, k: usize) -> bool {
+        self == Self::Slices && k >= Self::TERMS_MIN
+    }
+
+    /// Bytes of two slices of fp32 sums, which are written and read, and of the result in `dtype`, if a library is expected to split the
+    /// sums of a product: cuBLASLt does so where tiles of the result are fewer than processors.
+    fn expected_bytes(MatmulShape { m, n, k, .. }: MatmulShape, dtype: Dtype) -> f64 {
+        let tiles = m.div_ceil(TILE) * n.div_ceil(TILE);
+        let per_elem = 2 * 2 * Dtype::Float32.bytes() + dtype.bytes();
+        if Self::Slices.slices(k) && tiles < PROCESSORS { (m * n * per_elem) as f64 } else { 0.0 }
+    }
+}
+
+/// Rows and columns of the result that a processor of a GPU computes at once.
+const TILE: usize = 128;
+/// Processors of an H100 and an H200.
+const PROCESSORS: usize = 132;
+
+/// The first way of a product that is tried. Tests begin with later ones, which are rare.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum FirstWay {
+    #[default]
+    Whole,
+    Slices,
+    Widened,
+}
+
+/// How a product is computed whose factors a library multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ProductWay {
+    /// The library computes the product at once.
+    Whole,
+    /// The library computes this number of slices of the sum over `k`, and a kernel adds them in fp32.
+    Slices(usize),
+    /// The 8-bit factors are widened to bfloat16, because the library has no algorithm for them.
+    Widened,
+}
+
+impl ProductWay {
+    fn is_whole(&self) -> bool {
+        *self == Self::Whole
+    }
+}
+
+/// The algorithm that cuBLASLt chose for the products of one shape. If it computes them in parts, that of the first part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 pub struct ProductAlgorithm {
     #[serde(flatten)]
@@ -58,16 +119,45 @@ pub struct ProductAlgorithm {
     pub(crate) split_k: i32,
     /// Number of earlier suggestions that were skipped because their results may be wrong.
     pub(crate) passed_over: usize,
+    #[serde(skip_serializing_if = "ProductWay::is_whole")]
+    pub way: ProductWay,
+}
+
+impl ProductAlgorithm {
+    /// A line about a product that is computed in another format than the requested one, by `library`.
+    pub(crate) fn note(&self, library: &str) -> Option<String> {
+        let MatmulShape { m, n, k, .. } = self.shape;
+        (self.way == ProductWay::Widened)
+            .then(|| format!("fp8: the product {m} x {n} x {k} of {} in bfloat16: {library} has no algorithm for it", self.dtype))
+    }
 }
 
 impl fmt::Display for ProductAlgorithm {
-    /// For example `algorithm 71 in 4 parts for 8 x 16 x 32 (Tn) on bfloat16`, followed by `of 32 experts` for grouped products.
+    /// For example `algorithm 71 in 4 parts for 8 x 16 x 32 (Tn) on bfloat16`, followed by `of 32 experts` for grouped products, and by the
+    /// way unless it is [`ProductWay::Whole`].
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let MatmulShape { layout, m, n, k } = self.shape;
         let parts = if self.split_k > 1 { format!(" in {} parts", self.split_k) } else { String::new() };
         write!(f, "algorithm {}{parts} for {m} x {n} x {k} ({layout:?}) on {}", self.algorithm, self.dtype)?;
-        if let Some(experts) = self.experts { write!(f, " of {experts} experts") } else { Ok(()) }
+        if let Some(experts) = self.experts {
+            write!(f, " of {experts} experts")?;
+        }
+        match self.way {
+            ProductWay::Whole => Ok(()),
+            ProductWay::Slices(slices) => write!(f, " in {slices} slices"),
+            ProductWay::Widened => write!(f, " widened to bfloat16"),
+        }
     }
+}
+
+/// A product before it is launched, so that a device can choose how to compute it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ProductRequest {
+    pub shape: MatmulShape,
+    /// Formats of both factors and of the result.
+    pub formats: [Dtype; 3],
+    /// Whether a bias is added.
+    pub bias: bool,
 }
 
 /// `c = a * b (+ bias over columns) (+ base)`, fp32 accumulation over k in ascending order, rounded once.
@@ -118,6 +208,10 @@ impl Kernel for Matmul {
     fn flops_per_s(&self, rates: &Rates) -> f64 {
         let MatmulShape { m, n, k, .. } = self.shape;
         rates.matmul_flops(m.min(n).min(k))
+    }
+
+    fn bytes_after(&self) -> f64 {
+        LongSums::expected_bytes(self.shape, self.c.dtype())
     }
 }
 
@@ -180,6 +274,10 @@ impl Kernel for ScaledMatmul {
         rates.fp8_flops(self.m.min(self.n).min(self.k))
     }
 
+    fn bytes_after(&self) -> f64 {
+        LongSums::expected_bytes(self.shape(), self.c.dtype())
+    }
+
     fn check_shape(&self) -> Result<()> {
         if !self.a.dtype().is_fp8() {
             return Err(refused(Self::NAME, format!("a is {}, no format of 8 bits", self.a.dtype())));
@@ -221,5 +319,32 @@ impl Kernel for BiasBackward {
     fn operands(&self) -> impl AsRef<[Operand]> {
         let cols = self.dbias.elems();
         operands![self; Read dout[rows(self.dout, cols) * cols]; Write dbias[cols]]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_of_few_tiles_and_many_terms_are_expected_in_slices() {
+        let bytes = |(m, n, k)| LongSums::expected_bytes(MatmulShape { layout: MatmulLayout::Tn, m, n, k }, Dtype::Bfloat16);
+        assert_eq!(bytes((896, 896, 65_536)), (896 * 896 * 18) as f64);
+        // Enough tiles for all processors, and a short sum.
+        assert_eq!([bytes((1536, 1536, 65_536)), bytes((896, 896, 8192))], [0.0; 2]);
+        assert!([LongSums::Slices, LongSums::Library].map(|sums| sums.slices(16_384)) == [true, false]);
+    }
+
+    #[test]
+    fn products_in_parts_are_named_in_logs() {
+        let shape = MatmulShape { layout: MatmulLayout::Nt, m: 896, n: 896, k: 65_536 };
+        let by = |way| ProductAlgorithm { shape, experts: None, dtype: Dtype::Float8E5m2, algorithm: 66, split_k: 1, passed_over: 0, way };
+        let note = by(ProductWay::Widened).note("cuBLASLt 130100");
+        let line = "fp8: the product 896 x 896 x 65536 of float8e5m2 in bfloat16: cuBLASLt 130100 has no algorithm for it";
+        assert_eq!(note.as_deref(), Some(line));
+        assert!([ProductWay::Whole, ProductWay::Slices(2)].map(|way| by(way).note("")).iter().all(Option::is_none));
+        let json = |way| serde_json::to_value(by(way)).unwrap();
+        assert_eq!((json(ProductWay::Slices(2))["way"]["slices"].as_i64(), json(ProductWay::Whole).get("way")), (Some(2), None));
+        assert!(by(ProductWay::Slices(2)).to_string().ends_with("(Nt) on float8e5m2 in 2 slices"));
     }
 }

@@ -30,6 +30,7 @@ const ALIGN_BYTES: u64 = 256;
 
 pub(crate) struct SimDevice {
     name: String,
+    kind: DeviceKind,
     rates: Rates,
     memory: DeviceMemory,
     world: Rc<RefCell<World>>,
@@ -54,8 +55,8 @@ impl SimDevice {
         let world = Rc::new(RefCell::new(World::new(rates, shares_cores, trace_spans)));
         let (bytes_per_s, wake_up_s) = (rates.adam_bytes_per_s(workers.0, workers.1, workers.2), rates.wake_up_s);
         let pool = SimPool { world: world.clone(), bytes_per_s, wake_up_s };
-        let device =
-            Self { name: name.into(), rates: rates.clone(), memory: on.1, world, next_addr: ALIGN_BYTES, rank: 0, local_ranks: usize::MAX };
+        let (name, rates, (kind, memory)) = (name.into(), rates.clone(), on);
+        let device = Self { name, kind, rates, memory, world, next_addr: ALIGN_BYTES, rank: 0, local_ranks: usize::MAX };
         (device, pool)
     }
 
@@ -85,12 +86,15 @@ impl SimDevice {
     }
 }
 
-/// The time of a kernel is the larger of the times for its FLOPs and for its bytes, plus the minimum time of a kernel.
+/// The time of a kernel is the larger of the times for its FLOPs and for its bytes, plus the minimum time of a kernel. A second kernel on
+/// a GPU adds its time.
 impl<K: Kernel> Launch<K> for SimDevice {
     fn accept(&mut self, kernel: Checked<K>) -> Result<()> {
         let kernel = *kernel;
         let (flops_s, bytes_s) = (kernel.flops() / kernel.flops_per_s(&self.rates), kernel.bytes() / self.rates.device_bytes_per_s);
-        self.enqueue(kernel.stream(), OpKind::Compute, K::NAME, self.rates.kernel_s + flops_s.max(bytes_s));
+        let bytes_after = if self.kind == DeviceKind::Gpu { kernel.bytes_after() } else { 0.0 };
+        let after_s = if bytes_after > 0.0 { self.rates.kernel_s + bytes_after / self.rates.device_bytes_per_s } else { 0.0 };
+        self.enqueue(kernel.stream(), OpKind::Compute, K::NAME, self.rates.kernel_s + flops_s.max(bytes_s) + after_s);
         Ok(())
     }
 }

@@ -154,13 +154,21 @@ pub(in crate::engine) fn check_same_bits(own: &[ProductAlgorithm], of_first: &[P
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{MatmulLayout, MatmulShape};
+    use crate::device::{MatmulLayout, MatmulShape, ProductWay};
     use crate::dtype::Dtype;
 
     #[test]
     fn ranks_that_would_compute_other_bits_are_refused_by_product() {
         let shape = MatmulShape { layout: MatmulLayout::Tn, m: 8, n: 16, k: 32 };
-        let by = |algorithm, split_k| ProductAlgorithm { shape, experts: None, dtype: Dtype::Bfloat16, algorithm, split_k, passed_over: 0 };
+        let by = |algorithm, split_k| ProductAlgorithm {
+            shape,
+            experts: None,
+            dtype: Dtype::Bfloat16,
+            algorithm,
+            split_k,
+            passed_over: 0,
+            way: ProductWay::Whole,
+        };
         check_same_bits(&[], &[]).unwrap();
         check_same_bits(&[by(66, 1), by(71, 4)], &[by(66, 1), by(71, 4)]).unwrap();
         let refused = |own: &[_], first: &[_]| check_same_bits(own, first).unwrap_err().to_string();

@@ -3,6 +3,7 @@
 //! Kernels write addresses and sizes into tables just before (`ptx/groups.ptx`). The algorithm follows from sizes that the host knows, such
 //! as the mean rows of an expert, never from the actual rows of an expert. It is therefore the same in every step and process.
 
+use super::choice::{Answer, Reductions};
 use super::parts::{CublasLt, MatmulPlan, Opaque, Parts, data_type};
 use crate::device::cuda::driver::RawStream;
 use crate::device::cuda::error::failed;
@@ -123,7 +124,7 @@ impl GroupProducts {
     }
 }
 
-/// Makes the plan for the products of `shape`.
+/// Makes the plan for the products of `shape`: the first suggestion whose results are right, or else the first without split sums.
 fn plan(
     (lt, handle): (CublasLt, Opaque),
     layouts: &GroupedLayouts,
@@ -131,6 +132,19 @@ fn plan(
     shape: GroupedShape,
     dtype: Dtype,
 ) -> Result<MatmulPlan> {
+    let operation = || format!("choose an algorithm for products of experts, {shape:?} on {dtype}");
+    let plan = |reductions| parts(lt, layouts, tables, shape, dtype)?.plan(handle, reductions, operation);
+    let skipped = match plan(Reductions::InFp32)? {
+        Answer::Found(plan) => return Ok(plan),
+        Answer::Excluded(skipped) => skipped,
+        Answer::Refused => 0,
+    };
+    let none = || Error::resource(operation(), "cuBLASLt has none; use --expert-products own");
+    plan(Reductions::None)?.found().map(|plan| plan.after(skipped)).ok_or_else(none)
+}
+
+/// The description of the products of `shape`.
+fn parts(lt: CublasLt, layouts: &GroupedLayouts, tables: GroupTables, shape: GroupedShape, dtype: Dtype) -> Result<Parts> {
     let GroupRoles { factors: [(a, transpose_a), (b, transpose_b)], result, terms } = GroupRoles::of(shape.layout);
     let mut parts = Parts::new(lt);
     for (out, of) in parts.layouts.iter_mut().zip([a, b, result]) {
@@ -146,8 +160,7 @@ fn plan(
     for (size, attribute) in [terms, rows, columns].into_iter().zip(PREFERENCE_MEANS..) {
         parts.prefer(attribute, mean(shape, size))?;
     }
-    let (suggestion, chosen) = parts.choose(handle, || format!("choose an algorithm for products of experts, {shape:?} on {dtype}"))?;
-    Ok(parts.keep(suggestion, chosen))
+    Ok(parts)
 }
 
 /// Mean of `size` over all experts. The header documents 32 bits, but 13.8.2 requires 64 and rejects 32.

@@ -1,8 +1,10 @@
-//! Bindings of cuBLASLt, and the preparation of a product: descriptors, preferences, choice of the algorithm.
+//! Bindings of cuBLASLt, and the preparation of a product: descriptors, preferences, suggested algorithms.
 
+use super::choice::{AlgorithmChoice, Answer, Reductions, first_right};
+use super::request::CallBatch;
 use crate::device::cuda::libraries::functions;
 use crate::device::footprint::gpu::MATMUL_WORKSPACE_BYTES as WORKSPACE_BYTES;
-use crate::device::{MatmulShape, ProductAlgorithm};
+use crate::device::{MatmulShape, ProductAlgorithm, ProductWay};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
@@ -31,10 +33,10 @@ const REDUCTION_IN_FP32: u32 = 2;
 const NO_REDUCTION: u32 = 0;
 const CONFIG_ALGORITHM: i32 = 0;
 const CONFIG_SPLIT_K: i32 = 2;
-
-/// NVIDIA's release notes list wrong results of this algorithm with split-K on Hopper, in cuBLAS 12.6.3 to 13.7. It is skipped in every
-/// version and on every GPU, because fixed versions offer other algorithms of the same speed.
-const WRONG_WITH_SPLIT_K: i32 = 66;
+const LAYOUT_BATCH_COUNT: i32 = 5;
+const LAYOUT_BATCH_STRIDE: i32 = 6;
+/// Status of a search for algorithms when the library refuses the product, also where it merely has no algorithm for the preferences.
+const NOT_SUPPORTED: i32 = 15;
 
 pub(super) type Opaque = *mut c_void;
 
@@ -60,6 +62,7 @@ functions! {
         create = c"cublasLtCreate"(*mut Opaque) -> i32;
         destroy = c"cublasLtDestroy"(Opaque) -> i32;
         layout_create = c"cublasLtMatrixLayoutCreate"(*mut Opaque, i32, u64, u64, i64) -> i32;
+        layout_set = c"cublasLtMatrixLayoutSetAttribute"(Opaque, i32, *const c_void, usize) -> i32;
         layout_destroy = c"cublasLtMatrixLayoutDestroy"(Opaque) -> i32;
         desc_create = c"cublasLtMatmulDescCreate"(*mut Opaque, i32, i32) -> i32;
         desc_set = c"cublasLtMatmulDescSetAttribute"(Opaque, i32, *const c_void, usize) -> i32;
@@ -103,7 +106,12 @@ impl MatmulPlan {
     /// Describes the plan's algorithm for logs.
     pub(super) fn algorithm(&self, shape: MatmulShape, experts: Option<usize>, dtype: Dtype) -> ProductAlgorithm {
         let AlgorithmChoice { algorithm, split_k, passed_over } = self.chosen;
-        ProductAlgorithm { shape, experts, dtype, algorithm, split_k, passed_over }
+        ProductAlgorithm { shape, experts, dtype, algorithm, split_k, passed_over, way: ProductWay::Whole }
+    }
+
+    /// This plan, chosen after `skipped` suggestions.
+    pub(super) fn after(self, skipped: usize) -> Self {
+        Self { chosen: AlgorithmChoice { passed_over: self.chosen.passed_over + skipped, ..self.chosen }, ..self }
     }
 
     /// Sets an attribute of the plan's descriptor.
@@ -115,14 +123,6 @@ impl MatmulPlan {
     pub(super) fn destroy(self, lt: CublasLt) {
         drop(Parts { description: self.description, layouts: self.layouts, ..Parts::new(lt) });
     }
-}
-
-/// Configuration of a plan's algorithm.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct AlgorithmChoice {
-    algorithm: i32,
-    split_k: i32,
-    passed_over: usize,
 }
 
 /// Descriptors of a plan under construction. Descriptors that are not null are destroyed on drop.
@@ -167,7 +167,6 @@ impl Parts {
         let status = unsafe { (self.lt.preference_create)(&mut self.preference) };
         self.lt.check(status, || "set the preferences of algorithms".into())?;
         self.prefer(PREFERENCE_WORKSPACE_BYTES, WORKSPACE_BYTES as u64)?;
-        self.prefer(PREFERENCE_REDUCTION_SCHEMES, REDUCTION_IN_FP32)?;
         alignments.into_iter().zip(PREFERENCE_ALIGNMENT..).try_for_each(|(bytes, which)| self.prefer(which, u32::from(bytes)))
     }
 
@@ -179,22 +178,32 @@ impl Parts {
         set_attribute(&self.lt, self.lt.preference_set, self.preference, attribute, value)
     }
 
-    /// Returns the first suggestion that can run and is not listed as wrong. The preferences exclude algorithms whose sums have no fixed
-    /// order. If all suggestions are of the excluded algorithm, requests suggestions without split-K.
-    pub(super) fn choose(&self, handle: Opaque, operation: impl Fn() -> String) -> Result<(Suggestion, AlgorithmChoice)> {
-        let none = || Error::resource(operation(), "cuBLASLt has none");
-        let (found, passed_over) = self.first_right(&self.suggestions(handle, &operation)?)?;
-        let (suggestion, chosen) = match found {
-            None if passed_over > 0 => {
-                self.prefer(PREFERENCE_REDUCTION_SCHEMES, NO_REDUCTION)?;
-                self.first_right(&self.suggestions(handle, &operation)?)?.0.ok_or_else(none)?
-            }
-            found => found.ok_or_else(none)?,
-        };
-        Ok((suggestion, AlgorithmChoice { passed_over, ..chosen }))
+    /// Makes each layout that of several matrices at equal distances.
+    pub(super) fn repeat(&self, CallBatch { count, strides: [a, b, c] }: CallBatch) -> Result<()> {
+        for (layout, stride) in self.layouts.into_iter().zip([b, a, c]) {
+            set_attribute(&self.lt, self.lt.layout_set, layout, LAYOUT_BATCH_COUNT, count as i32)?;
+            set_attribute(&self.lt, self.lt.layout_set, layout, LAYOUT_BATCH_STRIDE, stride as i64)?;
+        }
+        Ok(())
     }
 
-    /// The library's suggestions for the present preferences.
+    /// Turns the parts into a plan with the first suggestion that may split these sums and whose results are right.
+    pub(super) fn plan(self, handle: Opaque, reductions: Reductions, operation: impl FnOnce() -> String) -> Result<Answer<MatmulPlan>> {
+        let mask = if reductions == Reductions::None { NO_REDUCTION } else { REDUCTION_IN_FP32 };
+        self.prefer(PREFERENCE_REDUCTION_SCHEMES, mask)?;
+        let configured = |suggestion: Suggestion| {
+            let [algorithm, split_k] = [CONFIG_ALGORITHM, CONFIG_SPLIT_K].map(|attribute| self.configured(&suggestion, attribute));
+            Ok((suggestion.algorithm, AlgorithmChoice { algorithm: algorithm?, split_k: split_k?, passed_over: 0 }))
+        };
+        let suggestions = self.suggestions(handle, operation)?.into_iter().map(configured).collect::<Result<_>>()?;
+        Ok(match first_right(suggestions) {
+            Answer::Found((algorithm, chosen)) => Answer::Found(self.keep(algorithm, chosen)),
+            Answer::Excluded(all) => Answer::Excluded(all),
+            Answer::Refused => Answer::Refused,
+        })
+    }
+
+    /// The library's suggestions for the present preferences; none if it refuses the product.
     fn suggestions(&self, handle: Opaque, operation: impl FnOnce() -> String) -> Result<Vec<Suggestion>> {
         let mut suggestions = [Suggestion::default(); SUGGESTIONS];
         let mut count = 0;
@@ -205,20 +214,11 @@ impl Parts {
             let to = suggestions.as_mut_ptr();
             (self.lt.suggest)(handle, self.description, first, second, result, result, self.preference, most, to, &mut count)
         };
+        if status == NOT_SUPPORTED {
+            return Ok(Vec::new());
+        }
         self.lt.check(status, operation)?;
         Ok(suggestions[..count as usize].iter().filter(|suggestion| suggestion.status == 0).copied().collect())
-    }
-
-    /// The first of `suggestions` that is not excluded, and the number of excluded suggestions before it.
-    fn first_right(&self, suggestions: &[Suggestion]) -> Result<(Option<(Suggestion, AlgorithmChoice)>, usize)> {
-        for (passed_over, suggestion) in suggestions.iter().enumerate() {
-            let [algorithm, split_k] = [CONFIG_ALGORITHM, CONFIG_SPLIT_K].map(|attribute| self.configured(suggestion, attribute));
-            let chosen = AlgorithmChoice { algorithm: algorithm?, split_k: split_k?, passed_over };
-            if !may_be_wrong(chosen) {
-                return Ok((Some((*suggestion, chosen)), passed_over));
-            }
-        }
-        Ok((None, suggestions.len()))
     }
 
     /// One attribute of a suggested algorithm's configuration.
@@ -231,18 +231,11 @@ impl Parts {
         Ok(value)
     }
 
-    /// Turns the parts into a plan.
-    pub(super) fn keep(mut self, suggestion: Suggestion, chosen: AlgorithmChoice) -> MatmulPlan {
-        let algorithm = suggestion.algorithm;
+    fn keep(mut self, algorithm: Algorithm, chosen: AlgorithmChoice) -> MatmulPlan {
         let description = std::mem::replace(&mut self.description, ptr::null_mut());
         let layouts = std::mem::replace(&mut self.layouts, [ptr::null_mut(); 3]);
         MatmulPlan { description, layouts, algorithm, chosen }
     }
-}
-
-/// See [`WRONG_WITH_SPLIT_K`].
-fn may_be_wrong(chosen: AlgorithmChoice) -> bool {
-    chosen.algorithm == WRONG_WITH_SPLIT_K && !matches!(chosen.split_k, 0 | 1)
 }
 
 type SetAttribute = unsafe extern "C" fn(Opaque, i32, *const c_void, usize) -> i32;
@@ -268,13 +261,6 @@ pub(super) fn data_type(dtype: Dtype) -> Result<i32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn one_algorithm_is_passed_over_where_it_splits_its_sums() {
-        let may_be_wrong = |algorithm, split_k| may_be_wrong(AlgorithmChoice { algorithm, split_k, passed_over: 0 });
-        assert!(may_be_wrong(66, 2) && may_be_wrong(66, -1));
-        assert!(!may_be_wrong(66, 1) && !may_be_wrong(66, 0) && !may_be_wrong(67, 4));
-    }
 
     #[test]
     fn int32_has_no_products() {

@@ -1,6 +1,6 @@
 //! Runs the hand-written PTX without a GPU, for tests: warp by warp, instruction by instruction.
 //!
-//! The emulator supports the instructions of the transfer kernels and panics at all others, including arithmetic without an explicit
+//! The emulator supports the instructions of these kernels and panics at all others, including arithmetic without an explicit
 //! rounding mode. Accesses must be aligned and stay inside allocations.
 
 use crate::device::DeviceSlice;
@@ -319,6 +319,8 @@ impl<'a> Thread<'a> {
             ["mul", "lo", "u32"] => int(0).wrapping_mul(int(1)),
             ["mad", "lo", "u64"] => int(0).wrapping_mul(int(1)).wrapping_add(int(2)),
             ["add", "u64" | "u32"] => int(0).wrapping_add(int(1)),
+            ["div", "u32"] => int(0) / int(1),
+            ["rem", "u32"] => int(0) % int(1),
             ["sub", "s64" | "u32"] => int(0).wrapping_sub(int(1)),
             ["shl", "b32" | "b64"] => int(0) << int(1),
             ["shr", "u32"] => int(0) >> int(1),

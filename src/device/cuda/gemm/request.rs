@@ -1,0 +1,198 @@
+//! Products, and the calls of the library that compute them.
+
+use crate::device::{DeviceSlice, Kernel, Matmul, MatmulLayout, MatmulShape, ProductRequest, ScaledMatmul};
+use crate::dtype::Dtype;
+use crate::error::Result;
+
+/// The largest alignment that is distinguished, in bytes; larger ones gain nothing.
+pub(crate) const ALIGNED: u16 = 256;
+
+/// A product with or without scales.
+#[derive(Clone, Copy)]
+pub(crate) struct CublasProduct {
+    pub(crate) shape: MatmulShape,
+    pub(crate) a: DeviceSlice,
+    pub(crate) b: DeviceSlice,
+    /// Scales of a and b, if they have scales.
+    pub(crate) scales: Option<[DeviceSlice; 2]>,
+    pub(crate) bias: Option<DeviceSlice>,
+    pub(crate) base: Option<DeviceSlice>,
+    pub(crate) c: DeviceSlice,
+    pub(super) formats: Formats,
+}
+
+impl CublasProduct {
+    /// # Errors
+    /// `Unsupported` when the operands have different formats.
+    pub(crate) fn of(kernel: Matmul) -> Result<Self> {
+        let Matmul { shape, a, b, bias, base, c } = kernel;
+        let dtype = kernel.float_format()?;
+        Ok(Self { shape, a, b, scales: None, bias, base, c, formats: Formats { a: dtype, b: dtype, c: dtype } })
+    }
+
+    /// # Errors
+    /// `Unsupported` when bias or base have another format than the result.
+    pub(crate) fn scaled(kernel: ScaledMatmul) -> Result<Self> {
+        let ScaledMatmul { a, a_scale, b, b_scale, bias, base, c, .. } = kernel;
+        let formats = Formats { a: a.dtype(), b: b.dtype(), c: kernel.float_format()? };
+        Ok(Self { shape: kernel.shape(), a, b, scales: Some([a_scale, b_scale]), bias, base, c, formats })
+    }
+
+    /// The properties that decide how the product is computed.
+    pub(crate) fn key(&self) -> ProductKey {
+        let Self { shape, a, b, bias, base, c, formats, .. } = *self;
+        let alignments = [a, b, base.unwrap_or(c), c].map(alignment);
+        ProductKey { shape, formats, alignments, bias: bias.map_or(0, alignment) }
+    }
+}
+
+/// Formats of the factors and of the result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Formats {
+    pub(crate) a: Dtype,
+    pub(crate) b: Dtype,
+    pub(crate) c: Dtype,
+}
+
+/// The properties of a product that decide how it is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct ProductKey {
+    pub(super) shape: MatmulShape,
+    pub(super) formats: Formats,
+    /// Alignments of a, b, base and c in bytes.
+    pub(super) alignments: [u16; 4],
+    /// Alignment of the bias in bytes; 0 without a bias.
+    pub(super) bias: u16,
+}
+
+impl ProductKey {
+    /// The product of well aligned matrices.
+    pub(super) fn aligned(request: ProductRequest) -> Self {
+        let ProductRequest { shape, formats: [a, b, c], bias } = request;
+        let bias = if bias { ALIGNED } else { 0 };
+        Self { shape, formats: Formats { a, b, c }, alignments: [ALIGNED; 4], bias }
+    }
+
+    /// Whether the factors have 8 bits.
+    pub(super) fn is_fp8(&self) -> bool {
+        self.formats.a.is_fp8()
+    }
+
+    /// Elements between the beginnings of two stored rows of each factor.
+    pub(crate) fn pitches(&self) -> [usize; 2] {
+        let MatmulShape { layout, m, n, k } = self.shape;
+        match layout {
+            MatmulLayout::Nt => [k, k],
+            MatmulLayout::Nn => [k, n],
+            MatmulLayout::Tn => [m, n],
+        }
+    }
+}
+
+/// Several products of one shape in one call, at equal distances.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct CallBatch {
+    pub(crate) count: usize,
+    /// Elements between the beginnings of two of a, b and c.
+    pub(crate) strides: [usize; 3],
+}
+
+/// A call of the library, apart from addresses. The result is contiguous.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct LibraryProduct {
+    pub(crate) shape: MatmulShape,
+    /// See [`ProductKey::pitches`].
+    pub(crate) pitches: [usize; 2],
+    pub(crate) formats: Formats,
+    /// See [`ProductKey::alignments`].
+    pub(crate) alignments: [u16; 4],
+    /// See [`ProductKey::bias`].
+    pub(crate) bias: u16,
+    pub(crate) batch: Option<CallBatch>,
+}
+
+impl LibraryProduct {
+    /// The call that computes a whole product.
+    pub(super) fn whole(key: &ProductKey) -> Self {
+        let &ProductKey { shape, formats, alignments, bias } = key;
+        Self { shape, pitches: key.pitches(), formats, alignments, bias, batch: None }
+    }
+}
+
+/// Addresses of a call.
+#[derive(Clone, Copy)]
+pub(crate) struct CallAddresses {
+    pub(crate) a: u64,
+    pub(crate) b: u64,
+    /// Addend of the product; without one, any address of its alignment.
+    pub(crate) addend: u64,
+    /// Whether the addend is added.
+    pub(crate) adds: bool,
+    pub(crate) c: u64,
+    pub(crate) pointers: Pointers,
+}
+
+impl CallAddresses {
+    /// The addresses of a product that one call computes.
+    pub(super) fn of(product: &CublasProduct) -> Self {
+        let CublasProduct { a, b, base, c, .. } = *product;
+        let (addend, pointers) = (base.unwrap_or(c).addr(), Pointers::of(product));
+        Self { a: a.addr(), b: b.addr(), addend, adds: base.is_some(), c: c.addr(), pointers }
+    }
+}
+
+/// Device addresses in a matmul descriptor, which are set for each product; 0 for absent operands.
+#[derive(Clone, Copy)]
+pub(crate) struct Pointers {
+    pub(super) bias: u64,
+    /// Scales of a and b.
+    pub(crate) scales: [u64; 2],
+}
+
+impl Pointers {
+    pub(crate) const NONE: Self = Self { bias: 0, scales: [0; 2] };
+
+    fn of(product: &CublasProduct) -> Self {
+        Self { bias: product.bias.map_or(0, DeviceSlice::addr), ..Self::of_scales(product.scales) }
+    }
+
+    pub(crate) fn of_scales(scales: Option<[DeviceSlice; 2]>) -> Self {
+        Self { bias: 0, scales: scales.map_or([0; 2], |scales| scales.map(DeviceSlice::addr)) }
+    }
+
+    /// Addresses that stand for those of any product with `key`, to choose its algorithm before it has memory.
+    pub(super) fn standing_for(key: &ProductKey) -> Self {
+        let somewhere = |alignment: u16| if alignment > 0 { 1 << 40 | u64::from(alignment) } else { 0 };
+        Self { bias: somewhere(key.bias), scales: [somewhere(if key.is_fp8() { ALIGNED } else { 0 }); 2] }
+    }
+}
+
+/// The largest power of two that divides the address, at most [`ALIGNED`].
+pub(super) fn alignment(slice: DeviceSlice) -> u16 {
+    1 << slice.addr().trailing_zeros().min(ALIGNED.ilog2())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn alignment_is_the_largest_power_of_two_up_to_256() {
+        let slice = |addr| DeviceSlice::at(addr, 1, Dtype::Bfloat16);
+        assert_eq!([2, 48, 4096 + 256, 1 << 40].map(|addr| alignment(slice(addr))), [2, 16, 256, 256]);
+    }
+
+    #[test]
+    fn addresses_that_stand_for_others_have_their_alignment() {
+        let request = |dtype, bias| ProductRequest {
+            shape: MatmulShape { layout: MatmulLayout::Nt, m: 16, n: 16, k: 16 },
+            formats: [dtype, dtype, Dtype::Bfloat16],
+            bias,
+        };
+        let of = |dtype, bias| {
+            let Pointers { bias, scales } = Pointers::standing_for(&ProductKey::aligned(request(dtype, bias)));
+            [bias, scales[0], scales[1]].map(|address| if address > 0 { address.trailing_zeros() } else { 0 })
+        };
+        assert_eq!([of(Dtype::Float8E4m3, true), of(Dtype::Bfloat16, true), of(Dtype::Bfloat16, false)], [[8, 8, 8], [8, 0, 0], [0, 0, 0]]);
+    }
+}
