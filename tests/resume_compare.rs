@@ -109,6 +109,10 @@ fn numerics_are_kept_or_refused_unless_changes_are_allowed() {
     let words = ["computed_on was \"gpu\" and is \"cpu\"", "--allow-changed numerics"];
     resume("gpu", "computed_on", json!("gpu"), &[]).refused(2, &words);
     assert_eq!(resume("moved", "computed_on", json!("gpu"), &["--allow-changed", "numerics"]).code, 0);
+    let words = ["cpu_sum_block was null and is 128", "--allow-changed numerics"];
+    resume("chains", "cpu_sum_block", json!(null), &[]).refused(2, &words);
+    let sums = resume("blocks", "cpu_sum_block", json!(null), &["--allow-changed", "numerics"]);
+    assert!(sums.code == 0 && warnings(&sums).iter().any(|line| line.contains(words[0])), "{sums:?}");
     resume("broken", "loss_tile", json!("all"), &[]).refused(1, &["trainer_state.json", "loss_tile"]);
 }
 

@@ -38,7 +38,7 @@ impl Settings {
         }
     }
 
-    /// The recipe. The plan replaces its step, kernels, tiles and device.
+    /// The recipe. The plan replaces its step, kernels, tiles and device, with the order of the device's sums.
     fn recipe(&self, shape: &ModelShape) -> Recipe {
         Recipe {
             model: Arc::new(shape.clone()),
@@ -59,6 +59,7 @@ impl Settings {
                 attention_block: None,
                 mlp_tile: None,
                 device: DeviceKind::Cpu,
+                sum_block: None,
                 inverse_rollback: self.rollback == Rollback::Inverse,
             },
             optimizer: AdamHyper {

@@ -15,6 +15,7 @@ use super::rules::{Policy, Rules};
 use super::site::Site;
 use super::techniques::Techniques;
 use crate::bucket::layout::{BucketLayout, BucketStarts, LayoutRequest, Tier};
+use crate::device::cpu::SUM_BLOCK;
 use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -110,6 +111,7 @@ fn recipe(request: &Request, protocol: &Protocol, (kind, experts): (DeviceKind, 
         attention_block: attention.block(&shape.attention_of((step.micro_batch, step.seq_length), 0, first)),
         mlp_tile: mlp_tile::tile_tokens(tokens, fp8),
         device: kind,
+        sum_block: (kind == DeviceKind::Cpu).then_some(SUM_BLOCK),
         inverse_rollback: protocol.rules.policy == Policy::Inverse,
     };
     Ok(Recipe { step, numerics, ..request.recipe.clone() })

@@ -4,7 +4,8 @@
 
 use super::part::RunPart;
 use super::record::{
-    ATTENTION_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, LONG_SUMS, LOSS_TILE, MATMUL, MLP_TILE, PLAIN_MATMUL, Record, SEQUENCE_RANKS, STEP,
+    ATTENTION_BLOCK, CPU_SUM_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, LONG_SUMS, LOSS_TILE, MATMUL, MLP_TILE, PLAIN_MATMUL, Record,
+    SEQUENCE_RANKS, STEP,
 };
 use super::{Numerics, Recipe, RowOrder, Schedule, StepShape};
 use crate::data::checksum::hex;
@@ -92,8 +93,20 @@ fn of_model(model: &ModelShape) -> RecipeField {
 }
 
 fn of_numerics(numerics: &Numerics) -> Vec<RecipeField> {
-    let &Numerics { dtype, fp8, moments, attention, experts, long_sums, loss_tile, attention_block, mlp_tile, device, inverse_rollback } =
-        numerics;
+    let &Numerics {
+        dtype,
+        fp8,
+        moments,
+        attention,
+        experts,
+        long_sums,
+        loss_tile,
+        attention_block,
+        mlp_tile,
+        device,
+        sum_block,
+        inverse_rollback,
+    } = numerics;
     let (LossTile { rows, vocab }, formats) = (loss_tile, format!("{dtype}, moments in {moments}"));
     let by = match attention {
         Attention::Plain => "plain",
@@ -123,6 +136,11 @@ fn of_numerics(numerics: &Numerics) -> Vec<RecipeField> {
         ),
         RecipeField::new("tile of the MLP", in_words(mlp_tile)).numeric(MLP_TILE, json!(mlp_tile), Some(Value::Null)),
         RecipeField::new("device", format!("{device:?}")).numeric("computed_on", json!(recorded_kind(device)), None),
+        RecipeField::new("block of sums", sum_block.map_or_else(|| "the GPU's".into(), |terms| terms.to_string())).numeric(
+            CPU_SUM_BLOCK,
+            json!(sum_block),
+            Some(Value::Null),
+        ),
         RecipeField::new("matrix products", matmul).numeric(MATMUL, json!(matmul), Some(json!(PLAIN_MATMUL))),
         RecipeField::new("format of weights", dtype).within(("formats", &formats)),
         RecipeField { record: Some(of_moments), ..RecipeField::new("format of moments", moments).within(("formats", &formats)) },

@@ -102,6 +102,8 @@ pub struct Numerics {
     pub mlp_tile: Option<usize>,
     /// Kind of device that computes the passes.
     pub device: DeviceKind,
+    /// Terms of a block of long fp32 sums on the CPU; `None` on a GPU, whose kernels and libraries have orders of their own.
+    pub sum_block: Option<usize>,
     /// Whether failed speculations are undone algebraically, which loses bits.
     pub inverse_rollback: bool,
 }

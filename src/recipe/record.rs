@@ -20,6 +20,8 @@ pub(crate) const LONG_SUMS: &str = "long_sums";
 pub(crate) const ATTENTION_BLOCK: &str = "attention_block";
 /// Key of the tokens of a tile of the MLP; null if it runs in one piece.
 pub(crate) const MLP_TILE: &str = "mlp_tile";
+/// Key of the terms of a block of long sums on the CPU; null on a GPU, and for sums in one chain.
+pub(crate) const CPU_SUM_BLOCK: &str = "cpu_sum_block";
 /// Key of the number of ranks that share each sequence.
 pub(crate) const SEQUENCE_RANKS: &str = "sequence_ranks";
 /// Key of the number of shares in a group with a rounded sum.

@@ -1,4 +1,4 @@
-use super::record::{LONG_SUMS, MATMUL, STEP};
+use super::record::{CPU_SUM_BLOCK, LONG_SUMS, MATMUL, STEP};
 use super::*;
 use crate::data::rows::hold_out::EvalSplit;
 use serde_json::{Map, Value, json};
@@ -16,6 +16,7 @@ pub(crate) fn recipe() -> Recipe {
         attention_block: None,
         mlp_tile: None,
         device: DeviceKind::Cpu,
+        sum_block: Some(128),
         inverse_rollback: false,
     };
     Recipe {
@@ -32,7 +33,7 @@ pub(crate) fn recipe() -> Recipe {
 }
 
 /// A change of each field.
-const CHANGES: [fn(&mut Recipe); 31] = [
+const CHANGES: [fn(&mut Recipe); 32] = [
     |r| r.model = Arc::new(ModelShape::demo().with_layers(1)),
     |r| r.rows.packing = Packing::Bfd,
     |r| r.rows.overlong = Overlong::Drop,
@@ -55,6 +56,7 @@ const CHANGES: [fn(&mut Recipe); 31] = [
     |r| r.numerics.attention_block = Some(64),
     |r| r.numerics.mlp_tile = Some(64),
     |r| r.numerics.device = DeviceKind::Gpu,
+    |r| r.numerics.sum_block = None,
     |r| r.numerics.inverse_rollback = true,
     |r| r.optimizer.beta2 = 0.5,
     |r| r.schedule.length = TrainLength::Epochs(3.0),
@@ -106,7 +108,8 @@ fn the_record_of_checkpoints_is_stable() {
     recipe.record(&mut run);
     let text = concat!(
         r#"{"model":{},"numerics":{"loss_tile":{"rows":8,"vocab":9},"attention":"plain","expert_products":"own","#,
-        r#""long_sums":"library","attention_block":[4096,4096],"mlp_tile":null,"computed_on":"cpu","matmul":"in the format of weights","#,
+        r#""long_sums":"library","attention_block":[4096,4096],"mlp_tile":null,"computed_on":"cpu","cpu_sum_block":128,"#,
+        r#""matmul":"in the format of weights","#,
         r#""sequence_ranks":1,"gradient_group":1},"moments":"float32","step":{"micro_batches":4,"gradient_shares":2}}"#,
     );
     assert_eq!(serde_json::to_string(&run).unwrap(), text);
@@ -118,6 +121,7 @@ fn older_records_are_completed_and_missing_parts_stay_missing() {
     let whole = recipe().complete(then);
     assert_eq!((&whole["numerics"]["attention"], &whole["numerics"][MATMUL]), (&json!("cudnn"), &json!("in the format of weights")));
     assert_eq!(whole["numerics"][LONG_SUMS], json!("library"));
+    assert_eq!(whole["numerics"].get(CPU_SUM_BLOCK), Some(&Value::Null), "sums in one chain");
     assert_eq!((&whole["moments"], whole.get(STEP)), (&json!("float32"), None));
     assert_eq!(recipe().complete(Map::new()).get("numerics"), None::<&Value>);
 }

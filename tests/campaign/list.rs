@@ -51,6 +51,7 @@ pub const CAMPAIGNS: &[Campaign] = &[
     r27_starved::CAMPAIGN,
     r28_clock::CAMPAIGN,
     suites::PARITY,
+    suites::REAL_WEIGHTS,
     r32_formats::CAMPAIGN,
     suites::EXPORT,
     r34_placements::CAMPAIGN,

@@ -1,6 +1,7 @@
 //! Campaigns that consist of ordinary tests, which are run and counted.
 
 use crate::harness::*;
+use std::path::Path;
 use std::process::Command;
 
 /// Defines a campaign that is part of the ordinary tests.
@@ -32,6 +33,21 @@ suite!(
     ["--workspace", "--lib", "weights"],
     "weights in and out of Hugging Face directories: tests on committed models of transformers"
 );
+
+/// One step of a real model against transformers. `tests/golden/real_weights.py` describes the folder of the model.
+pub const REAL_WEIGHTS: Campaign = Campaign {
+    id: "R31b",
+    what: "logits, loss and gradient norm of one step of SmolLM2-135M, with its real weights, against those of transformers in float32: within 1e-6",
+    runs: 1,
+    smoke: 0,
+    start: |_| {
+        let folder = std::env::var("SUPEROFFLOAD_REAL_WEIGHTS").unwrap_or_default();
+        match Path::new(&folder).join("golden.safetensors").is_file() {
+            true => Ok(Box::new(|_, turn| tests(turn, &["--workspace", "--test", "main", "real_weights"]))),
+            false => Err("SUPEROFFLOAD_REAL_WEIGHTS names no folder made by tests/golden/real_weights.py".into()),
+        }
+    },
+};
 
 /// Runs these tests once and counts each as a run. `args` selects packages of the workspace, so the binaries of `cargo test` are reused
 /// without a new build.

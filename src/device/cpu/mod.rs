@@ -11,6 +11,7 @@ mod interleavings;
 mod kernels;
 mod launch;
 mod peers;
+pub(crate) use kernels::SUM_BLOCK;
 #[cfg(test)]
 pub(crate) use peers::QUEUED_OPS_MAX;
 #[cfg(test)]

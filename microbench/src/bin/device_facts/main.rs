@@ -99,7 +99,7 @@ fn start(options: &Options) -> Result<()> {
         DeviceMemory::Own { addressing, .. } => {
             let libraries = options.cuda_libraries.iter().cloned().collect();
             let engines = Engines { expert_products: options.expert_products, ..Engines::OWN };
-            let gpu = CudaOptions { libraries, engines, trace_spans: 0, portable: false };
+            let gpu = CudaOptions { libraries, engines, trace_spans: 0, portable: false, first_way: Default::default() };
             // SAFETY: as for the CPU device; no kernel here reads indices.
             let mut dev = unsafe { CudaDevice::new(0, &gpu) }?;
             measure(options, (&mut dev, graph::measure), Some(addressing), &topology, &mut memory, &states)

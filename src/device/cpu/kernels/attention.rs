@@ -1,6 +1,7 @@
-//! Causal attention, forward. One block is one head of one sequence. It processes queries in groups of 64 and multiplies on the register
-//! tiles of [`matmul`](super::matmul). A masked key inside the key range of a query's group has probability 0 and is still multiplied, so
-//! it affects the result only if its value is not finite.
+//! Causal attention, forward. One block is one head of one sequence. It processes queries in groups of at most 64 and multiplies on the
+//! register tiles of [`matmul`](super::matmul). Groups start anew at each document, and sums over keys begin at the first key that a group
+//! sees, so a document has the same bits wherever it lies in a row. A masked key inside the key range of a query's group has probability 0
+//! and is still multiplied, so it affects the result only if its value is not finite.
 
 use super::arithmetic::CpuArithmetic;
 use super::isa::vectorised;
@@ -105,12 +106,17 @@ impl<'a, T: Element> HeadInput<'a, T> {
     pub(super) fn keys_of(&self, shape: &AttentionShape, queries: &Range<usize>) -> Range<usize> {
         self.visible(shape, queries.start).start / B_PANEL * B_PANEL..queries.end
     }
-}
 
-/// Groups of [`QUERIES`] queries.
-pub(super) fn query_groups(queries: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
-    let end = queries.end;
-    queries.clone().step_by(QUERIES).map(move |start| start..end.min(start + QUERIES))
+    /// Groups of at most [`QUERIES`] queries of one document.
+    pub(super) fn groups(&self, queries: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<'a, T> {
+        let (documents, Range { start, end }) = (self.documents, queries.clone());
+        let group = move |start: usize| {
+            let most = end.min(start + QUERIES);
+            let next = documents.and_then(|starts| (start + 1..most).find(|&query| starts[query] != starts[start]));
+            start..next.unwrap_or(most)
+        };
+        std::iter::successors(Some(group(start)), move |last| (last.end < end).then(|| group(last.end)))
+    }
 }
 
 /// Scratch floats of [`forward_head`].
@@ -137,7 +143,7 @@ fn forward_head<T: Element>(
     let sums = arena.take(QUERIES * d_padded);
     let t_padded = seq_length.next_multiple_of(B_PANEL);
     let (scores, p_packed) = (arena.take(QUERIES * t_padded), arena.take(QUERIES * t_padded));
-    for queries in query_groups(&(0..seq_length)) {
+    for queries in input.groups(&(0..seq_length)) {
         let visible_keys = input.keys_of(shape, &queries);
         let (rows, n) = (queries.len(), visible_keys.len());
         let (rows_padded, width) = (rows.next_multiple_of(A_PANEL), n.next_multiple_of(B_PANEL));
@@ -158,11 +164,13 @@ fn forward_head<T: Element>(
             inv_sums[row] = 1.0 / sum;
         }
 
-        PanelOperand::by_rows(scores, width).pack::<A_PANEL>(0, rows, n, p_packed);
+        let first = input.visible(shape, queries.start).start;
+        let (hidden, n) = (first - visible_keys.start, visible_keys.end - first);
+        PanelOperand::by_rows(&scores[hidden..], width).pack::<A_PANEL>(0, rows, n, p_packed);
         let sums = &mut sums[..rows_padded * d_padded];
         sums.fill(0.0);
         let p = Panels { data: p_packed, stride: A_PANEL * n };
-        let v = Panels { data: &values[visible_keys.start * B_PANEL..], stride: B_PANEL * seq_length };
+        let v = Panels { data: &values[first * B_PANEL..], stride: B_PANEL * seq_length };
         multiply(isa, p, v, n, sums, (rows_padded, d_padded), d_padded);
         for (row, query) in queries.enumerate() {
             store_scaled(isa, &sums[row * d_padded..], inv_sums[row], out.row(query));
@@ -316,6 +324,31 @@ pub(super) mod tests {
         attention(&mut fastest(), &shape, &poisoned, None, &mut other_out, &mut other_lse);
         assert_eq!(out[..128 * shape.out_cols()], other_out[..128 * shape.out_cols()]);
         assert_eq!(lse[..128], other_lse[..128]);
+    }
+
+    /// A row with a document of 300 tokens that begins at token `at`, between other documents.
+    pub(in super::super) fn row_with_a_document(at: usize) -> (AttentionShape, Vec<f32>, Vec<i32>) {
+        let shape = shape(1, at + 310, (4, 2), 20, None);
+        let (mut qkv, document) = (values::<f32>(1, shape.tokens() * shape.qkv_cols()), values(2, 300 * shape.qkv_cols()));
+        qkv[at * shape.qkv_cols()..][..document.len()].copy_from_slice(&document);
+        let starts = (0..at + 310).map(|token| if token < at { token / 50 * 50 } else { at + (token - at) / 300 * 300 });
+        (shape, qkv, starts.map(|start| start as i32).collect())
+    }
+
+    #[test]
+    fn a_document_has_the_same_bits_wherever_it_lies() {
+        for (window, softcap) in [(None, None), (Some(170), None), (None, Some(2.5))] {
+            let of = |at: usize| {
+                let (shape, qkv, starts) = row_with_a_document(at);
+                let shape = AttentionShape { window, softcap, ..shape };
+                let (mut out, mut lse) = (vec![0.0f32; shape.tokens() * shape.out_cols()], vec![0.0; shape.tokens() * shape.heads]);
+                attention(&mut fastest(), &shape, &qkv, Some(&starts), &mut out, &mut lse);
+                let lse = lse.chunks_exact(shape.seq_length).map(|lse| bits(&lse[at..at + 300])).collect::<Vec<_>>();
+                (bits(&out[at * shape.out_cols()..][..300 * shape.out_cols()]), lse)
+            };
+            let alone = of(0);
+            assert!([1, 37, 64, 131].into_iter().all(|at| of(at) == alone), "{window:?} {softcap:?}");
+        }
     }
 
     fn rounds_once<T: Element>() {

@@ -1,5 +1,6 @@
 //! Causal attention, backward. One block is one key head of one sequence with all query heads that read it. The gradient of each key and
-//! value is therefore one sum in a fixed order: query heads ascending, queries ascending.
+//! value is therefore one sum in a fixed order: query heads ascending, groups of queries ascending. A group of at most 64 queries is one
+//! chain of fused multiply-adds.
 //!
 //! Probabilities are recomputed from the scores and the stored log-sum-exp.
 //!
@@ -7,7 +8,7 @@
 //! earlier blocks, as [`AddKeyGradients`](crate::device::AddKeyGradients) adds it. The total is rounded at the end.
 
 use super::arithmetic::CpuArithmetic;
-use super::attention::{HeadInput, QUERIES, query_groups};
+use super::attention::{HeadInput, QUERIES};
 use super::isa::vectorised;
 use super::math::{exp, soft_capped};
 use super::panels::{A_PANEL, B_PANEL, PanelOperand, Panels, multiply};
@@ -163,7 +164,7 @@ fn backward_head<T: Element>(
     let start = sequence * t * pitch + head * d;
     let (dout, out) = (&forward.dout[start..], &forward.out[start..]);
     let lse = &forward.lse[(sequence * shape.heads + head) * t..][..t];
-    for queries in query_groups(block) {
+    for queries in input.groups(block) {
         let keys = input.keys_of(shape, &queries);
         let (rows, width) = (queries.len(), keys.len().next_multiple_of(B_PANEL));
         let dout_rows = &dout[queries.start * pitch..];
@@ -179,7 +180,8 @@ fn backward_head<T: Element>(
             let delta = dot(isa, &dout[query * pitch..][..d], &out[query * pitch..][..d]);
             score_gradients(isa, p, ds, seen, shape.scale, shape.softcap, lse[query], delta);
         }
-        query_gradients::<T>(isa, scratch, (&keys, key_blocks.clone()), rows, (t, d));
+        let first = input.visible(shape, queries.start).start;
+        query_gradients::<T>(isa, scratch, (&keys, first, key_blocks.clone()), rows, (t, d));
         key_gradients(isa, scratch, &keys, rows, d);
         for (row, query) in queries.enumerate() {
             store(isa, &scratch.dq[row * d.next_multiple_of(B_PANEL)..][..d], false, dq.row(query));
@@ -200,11 +202,11 @@ fn scores(isa: KernelIsa, scratch: &mut Scratch<'_>, keys: &Range<usize>, rows: 
     }
 }
 
-/// `dq = ds k` for `rows` queries of `d` channels and `t` keys, one block of keys at a time.
+/// `dq = ds k` for `rows` queries of `d` channels and `t` keys, one block of keys at a time. The queries see no key before `first`.
 fn query_gradients<T: Element>(
     isa: KernelIsa,
     scratch: &mut Scratch<'_>,
-    (keys, blocks): (&Range<usize>, impl Iterator<Item = Range<usize>> + Clone),
+    (keys, first, blocks): (&Range<usize>, usize, impl Iterator<Item = Range<usize>> + Clone),
     rows: usize,
     (t, d): (usize, usize),
 ) {
@@ -214,7 +216,7 @@ fn query_gradients<T: Element>(
     let mut sums = sums.as_mut().map(|(_, of_queries)| &mut **of_queries).filter(|_| are_several);
     sums.iter_mut().for_each(|sums| sums.fill(0.0));
     for (i, block) in blocks.enumerate() {
-        let start = if i == 0 { keys.start } else { block.start };
+        let start = if i == 0 { first } else { block.start };
         let n = block.end.min(keys.end) - start;
         PanelOperand::by_rows(&ds[start - keys.start..], width).pack::<A_PANEL>(0, rows, n, packed);
         let k = Panels { data: &k_b[start * B_PANEL..], stride: B_PANEL * t };
@@ -274,7 +276,10 @@ vectorised! {
 
 #[cfg(test)]
 mod tests {
-    use super::super::attention::tests::{SHAPES, at, documents, probabilities, reference as forward_reference, run as forward};
+    use super::super::attention::attention;
+    use super::super::attention::tests::{
+        SHAPES, at, documents, probabilities, reference as forward_reference, row_with_a_document, run as forward,
+    };
     use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, dot, fastest, slopes, values, wide, widened};
     use super::*;
     use half::{bf16, f16};
@@ -349,6 +354,26 @@ mod tests {
                 assert_same_everywhere(|cx| bits(&run::<f32>(cx, &shape, Some(&documents(&shape)), block)));
                 assert_same_everywhere(|cx| bits(&run::<bf16>(cx, &shape, Some(&documents(&shape)), block)));
             }
+        }
+    }
+
+    #[test]
+    fn a_document_has_the_same_gradients_wherever_it_lies() {
+        for (window, block) in [(None, None), (Some(170), None), (None, Some(96))] {
+            let of = |at: usize| {
+                let (shape, qkv, starts) = row_with_a_document(at);
+                let shape = AttentionShape { window, ..shape };
+                let (mut out, mut lse) = (vec![0.0f32; shape.tokens() * shape.out_cols()], vec![0.0; shape.tokens() * shape.heads]);
+                attention(&mut fastest(), &shape, &qkv, Some(&starts), &mut out, &mut lse);
+                let (mut dout, mut dqkv) = (values::<f32>(3, out.len()), vec![f32::NAN; qkv.len()]);
+                let document = values(4, 300 * shape.out_cols());
+                dout[at * shape.out_cols()..][..document.len()].copy_from_slice(&document);
+                let forward = Forward { dout: &dout, qkv: &qkv, documents: Some(&starts), out: &out, lse: &lse };
+                attention_backward(&mut fastest(), &shape, block, forward, &mut dqkv);
+                bits(&dqkv[at * shape.qkv_cols()..][..300 * shape.qkv_cols()])
+            };
+            let alone = of(0);
+            assert!([1, 37, 64, 131].into_iter().all(|at| of(at) == alone), "{window:?} {block:?}");
         }
     }
 

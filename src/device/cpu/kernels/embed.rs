@@ -4,7 +4,7 @@ use super::arithmetic::{CpuArithmetic, by_float};
 use super::isa::vectorised;
 use super::pointwise::add_elems;
 use super::split::Chunks;
-use super::{Compute, ROW_BLOCK, SUMS};
+use super::{Compute, ROW_BLOCK, SUM_BLOCK, SUMS};
 use crate::device::cpu::CpuDevice;
 use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{Checked, Embed, EmbedBackward, Kernel, Launch, ScatterRows};
@@ -50,8 +50,8 @@ impl CpuArithmetic for EmbedBackward {
     }
 }
 
-/// `dtable[e] (+)=` the sum over the rows of `dout` that used entry `e` of a table, in ascending order. `entries` holds the entry of each
-/// row: its token or its position.
+/// `dtable[e] (+)=` the sum over the rows of `dout` that used entry `e` of a table, in ascending order and in blocks of [`SUM_BLOCK`].
+/// `entries` holds the entry of each row: its token or its position.
 pub(crate) fn embed_backward<T: Element>(
     cx: &mut Compute,
     entries: &[i32],
@@ -86,9 +86,13 @@ vectorised! {
         let channels = out.len();
         for (group, out) in out.chunks_mut(SUMS).enumerate() {
             let mut sums = [0.0f32; SUMS];
-            for row in rows {
-                let dout = &dout[(row & 0xffff_ffff) as usize * channels + group * SUMS..][..out.len()];
-                sums.iter_mut().zip(dout).for_each(|(sum, x)| *sum += x.to_f32());
+            for rows in rows.chunks(SUM_BLOCK) {
+                let mut block = [0.0f32; SUMS];
+                for row in rows {
+                    let dout = &dout[(row & 0xffff_ffff) as usize * channels + group * SUMS..][..out.len()];
+                    block.iter_mut().zip(dout).for_each(|(sum, x)| *sum += x.to_f32());
+                }
+                sums.iter_mut().zip(block).for_each(|(sum, x)| *sum += x);
             }
             for (out, sum) in out.iter_mut().zip(sums) {
                 *out = T::from_f32(if accumulate { sum + out.to_f32() } else { sum });
@@ -165,6 +169,19 @@ mod tests {
                 want[token as usize * CHANNELS..].iter_mut().zip(row).for_each(|(want, x)| *want += x);
             }
             assert_close("dwte", &backward(&mut fastest(), &dout, accumulate), &want, 1e-6);
+        }
+    }
+
+    #[test]
+    fn rows_of_one_entry_are_summed_in_blocks() {
+        let rows = 2 * SUM_BLOCK + 3;
+        let (dout, mut dwte) = (values::<f32>(3, rows * CHANNELS), vec![f32::NAN; CHANNELS]);
+        embed_backward(&mut fastest(), &vec![0; rows], &dout, &mut dwte, false, CHANNELS);
+        for (channel, got) in dwte.iter().enumerate() {
+            let terms: Vec<f32> = dout.iter().skip(channel).step_by(CHANNELS).copied().collect();
+            let chain = |terms: &[f32]| terms.iter().fold(0.0f32, |sum, x| sum + x);
+            let want = terms.chunks(SUM_BLOCK).fold(0.0, |sum, block| sum + chain(block));
+            assert_eq!(got.to_bits(), want.to_bits(), "channel {channel}");
         }
     }
 

@@ -4,7 +4,7 @@ use super::arithmetic::CpuArithmetic;
 use super::matmul::{matmul, reserve};
 use super::reduce::store;
 use super::split::Chunks;
-use super::{Compute, SUMS};
+use super::{Compute, SUM_BLOCK, SUMS};
 use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{GroupedMatmul, GroupedShape, MatmulLayout, MatmulShape, SegmentSums};
 use crate::dtype::Element;
@@ -75,7 +75,7 @@ impl CpuArithmetic for SegmentSums {
     }
 }
 
-/// See [`SegmentSums`]; `weights` holds the weights by routing choice and the choice of each row.
+/// See [`SegmentSums`]: sums over blocks of [`SUM_BLOCK`] rows. `weights` holds the weights by routing choice and the choice of each row.
 pub(crate) fn segment_sums<T: Element>(
     cx: &mut Compute,
     x: &[T],
@@ -88,10 +88,14 @@ pub(crate) fn segment_sums<T: Element>(
     let weight = |row: usize| weights.map_or(1.0, |(weights, entries)| weights[entries[row] as usize]);
     cx.team.for_each(Chunks::new(out, cols), |expert, out| {
         for (group, out) in out.chunks_mut(SUMS).enumerate() {
-            let mut sums = [0.0f32; SUMS];
-            for row in bounds[expert] as usize..bounds[expert + 1] as usize {
-                let (w, x) = (weight(row), &x[row * cols + group * SUMS..][..out.len()]);
-                sums.iter_mut().zip(x).for_each(|(sum, x)| *sum = w.mul_add(x.to_f32(), *sum));
+            let (mut sums, end) = ([0.0f32; SUMS], bounds[expert + 1] as usize);
+            for first in (bounds[expert] as usize..end).step_by(SUM_BLOCK) {
+                let mut block = [0.0f32; SUMS];
+                for row in first..end.min(first + SUM_BLOCK) {
+                    let (w, x) = (weight(row), &x[row * cols + group * SUMS..][..out.len()]);
+                    block.iter_mut().zip(x).for_each(|(sum, x)| *sum = w.mul_add(x.to_f32(), *sum));
+                }
+                sums.iter_mut().zip(block).for_each(|(sum, x)| *sum += x);
             }
             store(isa, &sums[..out.len()], accumulate, out);
         }
@@ -184,6 +188,19 @@ mod tests {
                 segment_sums(&mut fastest(), &x, weighted, bounds, &mut out, accumulate);
                 assert_close("sums", &out, &want, 3e-6);
             }
+        }
+    }
+
+    #[test]
+    fn a_long_segment_is_summed_in_blocks() {
+        let rows = 2 * SUM_BLOCK + 3;
+        let (x, mut out) = (values::<f32>(1, (rows + 1) * 70), vec![f32::NAN; 140]);
+        segment_sums(&mut fastest(), &x, None, &[0, 1, rows as i32 + 1], &mut out, false);
+        for (col, got) in out[70..].iter().enumerate() {
+            let terms: Vec<f32> = x[70..].iter().skip(col).step_by(70).copied().collect();
+            let chain = |terms: &[f32]| terms.iter().fold(0.0f32, |sum, x| sum + x);
+            let want = terms.chunks(SUM_BLOCK).fold(0.0, |sum, block| sum + chain(block));
+            assert_eq!(got.to_bits(), want.to_bits(), "column {col}");
         }
     }
 

@@ -161,7 +161,8 @@ fn slab<A: Element, B: Element, T: Element, C: Element>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, fastest, values, wide, widened};
+    use super::super::SUM_BLOCK;
+    use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, dot, fastest, values, wide, widened};
     use super::*;
     use MatmulLayout::{Nn, Nt, Tn};
     use half::{bf16, f16};
@@ -208,14 +209,49 @@ mod tests {
     }
 
     #[test]
-    fn an_element_is_one_ascending_chain_of_fused_adds() {
+    fn an_element_adds_blocks_of_ascending_chains() {
         let (m, n, k) = (65, 129, 1030);
         let (a, b): (Vec<f32>, Vec<f32>) = (values(1, m * k), values(2, n * k));
         let got = run::<f32>(&mut fastest(), MatmulShape { layout: Nt, m, n, k }, false, false);
         for (i, j) in [(0, 0), (64, 128), (13, 77)] {
-            let chain = (0..k).fold(0.0f32, |sum, k_idx| a[i * k + k_idx].mul_add(b[j * k + k_idx], sum));
-            assert_eq!(got[i * n + j].to_bits(), chain.to_bits(), "element {i},{j}");
+            let (a, b) = (a[i * k..][..k].chunks(SUM_BLOCK), b[j * k..][..k].chunks(SUM_BLOCK));
+            let chain = |(a, b): (&[f32], &[f32])| a.iter().zip(b).fold(0.0f32, |sum, (a, b)| a.mul_add(*b, sum));
+            let want = a.zip(b).map(chain).fold(0.0f32, |sum, block| sum + block);
+            assert_eq!(got[i * n + j].to_bits(), want.to_bits(), "element {i},{j}");
         }
+    }
+
+    /// The gradient of hidden states that leaves the head. The rows of a trained output matrix share a mean, whose many small terms one
+    /// chain would lose.
+    #[test]
+    fn a_sum_over_a_large_vocabulary_keeps_the_mean_that_rows_share() {
+        let (tokens, channels, vocab) = (8, 64, 151_936);
+        let (noise, mean, hidden) = (values::<f32>(1, vocab * channels), values::<f32>(2, channels), values::<f32>(3, tokens * channels));
+        let weight: Vec<f32> = noise.iter().enumerate().map(|(i, x)| 0.4 * x + mean[i % channels]).collect();
+        let rows = wide(&weight);
+        let mut slopes = Vec::new();
+        for (token, hidden) in wide(&hidden).chunks_exact(channels).enumerate() {
+            let mut e: Vec<f64> = rows.chunks_exact(channels).map(|row| dot(row, hidden).exp()).collect();
+            let sum: f64 = e.iter().sum();
+            e.iter_mut().for_each(|e| *e /= sum * tokens as f64);
+            e[token * 18_991 + 7] -= 1.0 / tokens as f64;
+            slopes.extend(e.into_iter().map(|x| x as f32));
+        }
+        let mut got = vec![0.0f32; tokens * channels];
+        let shape = MatmulShape { layout: Nn, m: tokens, n: channels, k: vocab };
+        matmul(&mut fastest(), shape, &slopes, &weight, None, &mut got, false);
+        let mut want = vec![0.0f64; tokens * channels];
+        for (want, slopes) in want.chunks_exact_mut(channels).zip(wide(&slopes).chunks_exact(vocab)) {
+            for (slope, row) in slopes.iter().zip(rows.chunks_exact(channels)) {
+                want.iter_mut().zip(row).for_each(|(want, w)| *want += slope * w);
+            }
+        }
+        let norm = |x: &[f64]| dot(x, x).sqrt();
+        let error = (norm(&wide(&got)) / norm(&want) - 1.0).abs();
+        assert!(error < 3e-7, "the norm is off by {error}");
+        let apart: Vec<f64> = wide(&got).iter().zip(&want).map(|(got, want)| got - want).collect();
+        let error = norm(&apart) / norm(&want);
+        assert!(error < 2e-6, "the gradient is off by {error}");
     }
 
     #[test]

@@ -32,6 +32,9 @@ use super::team::Team;
 use crate::error::Result;
 use isa::KernelIsa;
 
+/// Terms of one block of a long fp32 sum. A block is one chain in ascending order, and the blocks are added in ascending order, so the
+/// rounding error grows with the length of a block and the number of blocks, not with their product. The recipe records it.
+pub(crate) const SUM_BLOCK: usize = 128;
 /// Rows of one block in kernels that process rows.
 const ROW_BLOCK: usize = 64;
 /// Columns that are summed at a time in sums over rows.

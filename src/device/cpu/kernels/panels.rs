@@ -1,9 +1,10 @@
 //! Packed operands and the register tile that multiplies them: the core of matrix multiplication and attention.
 //!
 //! GEMM libraries are not used because they allocate on every call and choose the order of summation by machine and thread count. Here each
-//! element of the result is one chain of fused multiply-adds in ascending `k`, whatever the tile, so the bits are the same everywhere.
-//! Panels stay in cache because `k` is processed in chunks. Between chunks the partial sum is stored as fp32, which changes no bit.
+//! element of the result is a sum in blocks of [`SUM_BLOCK`] steps of `k`, whatever the tile, so the bits are the same everywhere. A block
+//! is one chain of fused multiply-adds in ascending `k`. The blocks are added in ascending order. The panels of a block stay in cache.
 
+use super::SUM_BLOCK;
 use super::isa::{KernelIsa, Level};
 use crate::dtype::Element;
 
@@ -11,8 +12,6 @@ use crate::dtype::Element;
 pub(crate) const A_PANEL: usize = 8;
 /// Columns of `b` that are interleaved in a packed panel.
 pub(crate) const B_PANEL: usize = 32;
-/// Steps of `k` that are multiplied before the next panel.
-const K_CHUNK: usize = 512;
 
 /// An operand in memory: element `(r, k)` is `data[r * row_step + k * k_step]`, where `r` counts rows of `a` or columns of `b`.
 #[derive(Clone, Copy)]
@@ -85,8 +84,8 @@ pub(crate) struct Panels<'a> {
     pub(crate) stride: usize,
 }
 
-/// `c += a * b` on packed panels: each `c[i, j]` adds `k` products in ascending order. `size` is rows by columns of `c`, both whole panels;
-/// the rows of `c` begin `pitch` elements apart.
+/// `c += a * b` on packed panels: each `c[i, j]` adds the sums of blocks of [`SUM_BLOCK`] products in ascending order. `size` is rows by
+/// columns of `c`, both whole panels; the rows of `c` begin `pitch` elements apart.
 ///
 /// # Panics
 /// If a panel or a tile exceeds its slice.
@@ -99,8 +98,8 @@ pub(crate) fn multiply(isa: KernelIsa, a: Panels<'_>, b: Panels<'_>, k: usize, c
         #[cfg(target_arch = "x86_64")]
         Level::Avx512 => (A_PANEL, x86::tile_avx512),
     };
-    for k0 in (0..k).step_by(K_CHUNK) {
-        let steps = K_CHUNK.min(k - k0);
+    for k0 in (0..k).step_by(SUM_BLOCK) {
+        let steps = SUM_BLOCK.min(k - k0);
         for col in (0..size.1).step_by(B_PANEL) {
             let b = &b.data[col / B_PANEL * b.stride + k0 * B_PANEL..][..steps * B_PANEL];
             for row in (0..size.0).step_by(rows) {
@@ -128,6 +127,8 @@ trait Vector: Copy {
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(from: *const f32) -> Self;
     unsafe fn store(self, to: *mut f32);
+    /// `self + x`.
+    unsafe fn add(self, x: Self) -> Self;
     /// `self + a * b`, rounded once.
     unsafe fn fused_add(self, a: Self, b: Self) -> Self;
 }
@@ -149,12 +150,17 @@ impl Vector for f32 {
         unsafe { *to = self }
     }
     #[inline(always)]
+    unsafe fn add(self, x: Self) -> Self {
+        self + x
+    }
+    #[inline(always)]
     unsafe fn fused_add(self, a: Self, b: Self) -> Self {
         a.mul_add(b, self)
     }
 }
 
-/// One register tile: `ROWS` rows of panel `a` from row `first` on, times all columns of panel `b` in `VECTORS` vectors.
+/// One register tile: adds to `c` the products of `ROWS` rows of panel `a`, from row `first` on, with all columns of panel `b` in `VECTORS`
+/// vectors.
 ///
 /// # Safety
 /// The processor supports the instructions of `V`.
@@ -173,11 +179,6 @@ unsafe fn tile<V: Vector, const ROWS: usize, const VECTORS: usize>(a: &[f32], fi
     unsafe {
         let at = |i: usize, v: usize| c.add(i.wrapping_mul(pitch).wrapping_add(v * V::LANES));
         let mut sums = [[V::splat(0.0); VECTORS]; ROWS];
-        for i in 0..ROWS {
-            for v in 0..VECTORS {
-                sums[i][v] = V::load(at(i, v));
-            }
-        }
         for (a, b) in a.as_chunks::<A_PANEL>().0.iter().zip(b.as_chunks::<B_PANEL>().0) {
             let mut row = [V::splat(0.0); VECTORS];
             for v in 0..VECTORS {
@@ -193,7 +194,7 @@ unsafe fn tile<V: Vector, const ROWS: usize, const VECTORS: usize>(a: &[f32], fi
         }
         for i in 0..ROWS {
             for v in 0..VECTORS {
-                sums[i][v].store(at(i, v));
+                V::load(at(i, v)).add(sums[i][v]).store(at(i, v));
             }
         }
     }
@@ -222,6 +223,11 @@ mod x86 {
             unsafe { _mm256_storeu_ps(to, self) }
         }
         #[inline(always)]
+        unsafe fn add(self, x: Self) -> Self {
+            // SAFETY: the caller upholds the contract.
+            unsafe { _mm256_add_ps(self, x) }
+        }
+        #[inline(always)]
         unsafe fn fused_add(self, a: Self, b: Self) -> Self {
             // SAFETY: the caller upholds the contract.
             unsafe { _mm256_fmadd_ps(a, b, self) }
@@ -244,6 +250,11 @@ mod x86 {
         unsafe fn store(self, to: *mut f32) {
             // SAFETY: the caller upholds the contract.
             unsafe { _mm512_storeu_ps(to, self) }
+        }
+        #[inline(always)]
+        unsafe fn add(self, x: Self) -> Self {
+            // SAFETY: the caller upholds the contract.
+            unsafe { _mm512_add_ps(self, x) }
         }
         #[inline(always)]
         unsafe fn fused_add(self, a: Self, b: Self) -> Self {

@@ -4,7 +4,7 @@ use super::arithmetic::CpuArithmetic;
 use super::math::exp;
 use super::reduce::fold2;
 use super::split::Chunks;
-use super::{Compute, ROW_BLOCK};
+use super::{Compute, ROW_BLOCK, SUM_BLOCK};
 use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{AttentionShape, Sinks, SinksBackward};
 use crate::dtype::Element;
@@ -49,7 +49,7 @@ impl CpuArithmetic for SinksBackward {
     }
 }
 
-/// See [`SinksBackward`]: one sum in token order for each head.
+/// See [`SinksBackward`]: one sum for each head, in token order and in blocks of [`SUM_BLOCK`] tokens.
 pub(crate) fn sinks_backward<T: Element>(
     cx: &mut Compute,
     shape: &AttentionShape,
@@ -60,13 +60,15 @@ pub(crate) fn sinks_backward<T: Element>(
 ) {
     let AttentionShape { seq_length, heads, head_dim, .. } = *shape;
     cx.team.for_each(Chunks::new(dsinks, 1), |head, dsink| {
-        let sink = sinks[head].to_f32();
-        let sum = (0..shape.tokens()).fold(0.0f32, |sum, token| {
+        let (sink, tokens) = (sinks[head].to_f32(), shape.tokens());
+        let add = |sum: f32, token: usize| {
             let row = (token * heads + head) * head_dim..(token * heads + head + 1) * head_dim;
             let delta = fold2(&dout[row.clone()], &out[row], |sum, dout, out| dout.mul_add(out, sum));
             let p = exp(sink - lse[(token / seq_length * heads + head) * seq_length + token % seq_length]);
             p.mul_add(-delta, sum)
-        });
+        };
+        let blocks = (0..tokens).step_by(SUM_BLOCK).map(|first| first..tokens.min(first + SUM_BLOCK));
+        let sum = blocks.fold(0.0f32, |sum, block| sum + block.fold(0.0f32, add));
         dsink[0] = T::from_f32(if accumulate { sum + dsink[0].to_f32() } else { sum });
     });
 }
