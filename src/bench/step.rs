@@ -257,7 +257,8 @@ mod tests {
     fn line(clip: &str, train: TrainOptions) -> serde_json::Value {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("config.json");
-        std::fs::write(&path, DEMO_CONFIG.replace("\"num_hidden_layers\": 6", "\"num_hidden_layers\": 2")).unwrap();
+        let small = [("num_hidden_layers\": 6", "num_hidden_layers\": 2"), ("size\": 256", "size\": 128"), ("heads\": 8", "heads\": 4")];
+        std::fs::write(&path, small.iter().fold(DEMO_CONFIG.to_string(), |config, (from, to)| config.replace(from, to))).unwrap();
         let (device, threads) = (Some(DeviceChoice::Cpu), Some(2));
         let train = TrainOptions { device, threads, seq_length: Some(16), per_device_train_batch_size: Some(2), ..train };
         let options =
