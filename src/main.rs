@@ -389,7 +389,7 @@ fn run_probe(options: &ProbeOptions) -> Result<()> {
 fn run_superchip_check(options: &SuperchipOptions) -> Result<i32> {
     let request = Request::of_the_gpu(options.cuda_libraries.clone());
     let mut selftest = || {
-        let report = conduct(&request, std::io::stderr())?;
+        let report = conduct(&request, Box::new(std::io::stderr()))?;
         Ok((report.json(), !report.has_failed()))
     };
     let on_alarm = || -> Box<dyn Fn(Alarm) + Send> { Box::new(end_on_alarm(ProgressBar::hidden())) };

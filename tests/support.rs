@@ -47,8 +47,7 @@ pub fn resident(strategy: &str) -> &'static str {
 
 /// Settings from the text of a config file, resolved as in the program.
 pub fn settings(toml: &str) -> Settings {
-    let options: TrainOptions = toml::from_str(toml).unwrap();
-    Settings::resolve(options).unwrap()
+    Settings::resolve(TrainOptions::from_toml(toml).unwrap()).unwrap()
 }
 
 /// The shortest gradient ring that holds any module and a bucket, if it saves memory. The embeddings stay outside.

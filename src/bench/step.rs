@@ -258,7 +258,8 @@ mod tests {
 
     /// Runs a small benchmark with these flags and returns its JSON line.
     fn line(clip: &str, train: TrainOptions) -> serde_json::Value {
-        let config = DEMO_CONFIG.replace("\"num_hidden_layers\": 6", "\"num_hidden_layers\": 2");
+        let small = [("num_hidden_layers\": 6", "num_hidden_layers\": 2"), ("size\": 256", "size\": 128"), ("heads\": 8", "heads\": 4")];
+        let config = small.iter().fold(DEMO_CONFIG.to_string(), |config, (from, to)| config.replace(from, to));
         line_of(&config, clip, TokenSkew::default(), train)
     }
 

@@ -2,11 +2,11 @@
 
 use crate::config::aliases::{self, Translation};
 use crate::config::deepspeed::over_deepspeed;
-use crate::config::document::{Document, DocumentEntry, DocumentNode, NodeValue, Place};
+use crate::config::document::{Document, DocumentEntry, DocumentNode, NodeValue, Place, Syntax};
 use crate::config::program::{Program, identifies_a_program};
 use crate::config::settings::{FILE_ONLY, TrainOptions};
 use crate::disk::named_by;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use clap::Arg;
 use std::collections::HashMap;
 use std::path::Path;
@@ -22,6 +22,14 @@ pub fn load(path: &Path) -> Result<TrainOptions> {
 }
 
 impl TrainOptions {
+    /// The options of a configuration file in TOML with the content `text`.
+    ///
+    /// # Errors
+    /// As [`load`], without the name of a file.
+    pub fn from_toml(text: &str) -> Result<Self> {
+        Document::parse(text.into(), Syntax::Toml).and_then(|document| options(&document)).map_err(Error::usage)
+    }
+
     /// Merges these options over the file of `--config`, and the result over the DeepSpeed configuration if one is named.
     pub fn over_config_file(self) -> Result<Self> {
         let options = match &self.config {
@@ -124,9 +132,7 @@ const SLIPS_MAX: usize = 2;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::document::Syntax;
     use crate::config::settings::tests::{command_line, flags, sample, sample_options};
-    use crate::error::Error;
     use crate::faults::Injection;
     use crate::request::choices::Technique;
     use proptest::prelude::*;

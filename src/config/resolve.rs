@@ -235,9 +235,9 @@ mod tests {
         assert_eq!(accumulating.on_gpus(4).unwrap().micro_batches(), 8);
         let on_cpus = resolve(&["--gpus=all", "--device=cpu"]).unwrap_err().to_string();
         assert_eq!(on_cpus, "--gpus all: must be a number if CPUs are used instead of GPUs");
-        let file: TrainOptions = toml::from_str("gpus = \"all\"").unwrap();
+        let file = TrainOptions::from_toml("gpus = \"all\"").unwrap();
         assert_eq!(Settings::resolve(file).unwrap(), all);
-        assert_eq!(toml::from_str::<TrainOptions>("gpus = 2").unwrap().gpus, Some(GpuCount::Count(2)));
+        assert_eq!(TrainOptions::from_toml("gpus = 2").unwrap().gpus, Some(GpuCount::Count(2)));
     }
 
     #[test]

@@ -387,9 +387,12 @@ impl Profile {
     pub fn parse(text: &str, file: &Path) -> Result<Self> {
         let wrong = |e: &toml::de::Error| Error::format(file, one_line(text, e));
         let table: toml::Table = toml::from_str(text).map_err(|e| wrong(&e))?;
-        let profile: Self = match table.contains_key("like") {
-            false => toml::from_str(text).map_err(|e| wrong(&e))?,
-            true => whole(table).map_err(|cause| Error::format(file, cause))?.try_into().map_err(|e| wrong(&e))?,
+        let profile: Self = if table.contains_key("like") {
+            // Lines of the completed text are not those of the file. Reading a table in place of text would compile the format twice.
+            let text = whole(table).map_err(|cause| Error::format(file, cause))?.to_string();
+            toml::from_str(&text).map_err(|e| Error::format(file, without_lines(&e)))?
+        } else {
+            toml::from_str(text).map_err(|e| wrong(&e))?
         };
         profile.check().map_err(|cause| Error::format(file, cause))?;
         Ok(profile)
@@ -539,9 +542,13 @@ fn over(mut base: toml::Table, table: toml::Table) -> toml::Table {
     base
 }
 
+fn without_lines(error: &toml::de::Error) -> String {
+    error.message().split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
 /// The parse error in one line with its line number, without the text itself.
 fn one_line(text: &str, error: &toml::de::Error) -> String {
-    let message = error.message().split_whitespace().collect::<Vec<_>>().join(" ");
+    let message = without_lines(error);
     let line = error.span().map(|span| 1 + text.bytes().take(span.start).filter(|&byte| byte == b'\n').count());
     line.map_or_else(|| message.clone(), |line| format!("line {line}: {message}"))
 }

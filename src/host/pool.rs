@@ -132,7 +132,7 @@ const STOP: u64 = u64::MAX;
 
 impl<J: Job> Threads<J> {
     /// Starts `workers` threads with memory nodes `worker_nodes`. `on_start(worker)` runs first on each thread (naming, pinning); `driver`
-    /// is rung when a job ends.
+    /// is rung when a job ends. Workers spin between jobs if the machine has more CPUs than workers.
     ///
     /// # Errors
     /// `Resource` when a thread cannot start or `on_start` fails.
@@ -144,6 +144,33 @@ impl<J: Job> Threads<J> {
         on_start: impl Fn(usize) -> Result<()> + Send + Clone + 'static,
     ) -> Result<Self> {
         let has_core = std::thread::available_parallelism().is_ok_and(|cpus| workers < cpus.get());
+        Self::spawn(workers, worker_nodes, driver, trace_spans, on_start, has_core)
+    }
+
+    /// Starts `workers` threads beside compute threads, to which they leave their cores soon after a job: a thread that spins on a core that
+    /// a compute thread needs delays the job that it waits for. `on_start`, `driver` and `worker_nodes` are those of [`Threads::start`].
+    ///
+    /// # Errors
+    /// `Resource` when a thread cannot start or `on_start` fails.
+    pub(crate) fn start_beside_compute(
+        workers: usize,
+        worker_nodes: WorkerNodes,
+        driver: Arc<Doorbell>,
+        trace_spans: usize,
+        on_start: impl Fn(usize) -> Result<()> + Send + Clone + 'static,
+    ) -> Result<Self> {
+        Self::spawn(workers, worker_nodes, driver, trace_spans, on_start, false)
+    }
+
+    /// `has_core` says whether each worker has a core to itself.
+    fn spawn(
+        workers: usize,
+        worker_nodes: WorkerNodes,
+        driver: Arc<Doorbell>,
+        trace_spans: usize,
+        on_start: impl Fn(usize) -> Result<()> + Send + Clone + 'static,
+        has_core: bool,
+    ) -> Result<Self> {
         let bells = (0..workers).map(|_| Doorbell::new(has_core)).collect();
         let (generation, remaining) = (AtomicU64::new(0), AtomicUsize::new(0));
         let failed = AtomicBool::new(false);

@@ -164,7 +164,9 @@ pub(crate) fn cpu_pool(cpu_slice: &CpuSlice, bell: &Arc<Doorbell>) -> Result<Poo
     if cpu_slice.plan.site.adversary.is_some() {
         Ok(Pool::stepped(cpu_slice.plan.site.trace_spans))
     } else {
-        worker_threads(cpu_slice, bell)
+        let (workers, on_start) = workers(cpu_slice);
+        let site = &cpu_slice.plan.site;
+        Threads::start_beside_compute(workers, site.host_memory.worker_nodes(), bell.clone(), site.trace_spans, on_start).map(Pool::Threads)
     }
 }
 
@@ -233,10 +235,15 @@ fn host_memory(settings: &Settings, plan: &Plan, topology: &Topology) -> Result<
     MemoryPolicy::new(topology, settings.huge_pages, &workers, plan.site.threads)
 }
 
-pub(super) fn worker_threads(CpuSlice { plan, placement }: &CpuSlice, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
+pub(super) fn worker_threads(cpu_slice: &CpuSlice, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
+    let (workers, on_start) = workers(cpu_slice);
+    let site = &cpu_slice.plan.site;
+    Threads::start(workers, site.host_memory.worker_nodes(), bell.clone(), site.trace_spans, on_start).map(Pool::Threads)
+}
+
+/// Number of workers, and their names and placement.
+fn workers(CpuSlice { plan, placement }: &CpuSlice) -> (usize, impl Fn(usize) -> Result<()> + Send + Clone + 'static) {
     let placement = placement.clone();
     let pin = |place: &CpuPlacement, worker: usize| name_and_pin(WORKER_ROLE, worker, place.workers[worker]);
-    let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| pin(place, worker));
-    Threads::start(plan.site.threads, plan.site.host_memory.worker_nodes(), bell.clone(), plan.site.trace_spans, on_start)
-        .map(Pool::Threads)
+    (plan.site.threads, move |worker: usize| placement.as_ref().map_or(Ok(()), |place| pin(place, worker)))
 }

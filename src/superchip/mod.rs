@@ -155,7 +155,7 @@ fn measure(
 }
 
 fn step_options(row: &TimedRow, options: &SuperchipOptions) -> Result<StepOptions> {
-    let train: TrainOptions = toml::from_str(row.settings).map_err(|e| Error::format(row.name, e))?;
+    let train = TrainOptions::from_toml(row.settings).map_err(|e| Error::format(row.name, e))?;
     let train = TrainOptions { device: Some(DeviceChoice::Cuda), cuda_libraries: options.cuda_libraries.clone(), ..train };
     Ok(StepOptions {
         model_config: row.model.into(),

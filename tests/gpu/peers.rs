@@ -12,7 +12,7 @@ use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::UseEngine;
 use superoffload::internals::model::ModelShape;
 use superoffload::internals::planner::Machine;
-use superoffload::{Error, Plan, Result, Settings};
+use superoffload::{Error, Plan, Result, Settings, TrainOptions};
 
 /// Occasionally keeps the device of a rank busy until the [`Disturbance`] is over. `usize` is the rank.
 pub type Disturb<'a> = &'a (dyn Fn(usize, &Disturbance) -> Result<()> + Sync);
@@ -92,7 +92,7 @@ impl Ranks<'_> {
         let cut = format!("gradient-shares = {shares}\ngradient-accumulation-steps = {}\n", shares / gpus);
         let cut = if lines.contains("gradient-shares") { "" } else { &cut };
         let toml = format!("{RECIPE}{}gpus = {gpus}\n{cut}{lines}", self.settings);
-        Settings::resolve(toml::from_str(&toml).map_err(Error::usage)?)
+        Settings::resolve(TrainOptions::from_toml(&toml)?)
     }
 
     fn train(&self, shape: &ModelShape, gpus: usize, lines: &str, trace: bool, before_data: &mut dyn FnMut()) -> Result<Run> {

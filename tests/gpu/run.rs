@@ -133,7 +133,7 @@ impl Request {
         let plain = (self.attention == GpuAttention::Plain).then(|| "attention = \"plain\"\n".into());
         let libraries = self.cuda_libraries.as_ref().map(|dir| format!("cuda-libraries = {:?}\n", dir.display().to_string()));
         let output: String = ["device = \"cuda\"\n".into()].into_iter().chain(plain).chain(libraries).collect();
-        toml::from_str::<TrainOptions>(&output).map_err(Error::usage)?;
+        TrainOptions::from_toml(&output)?;
         Ok(output)
     }
 
@@ -156,7 +156,7 @@ impl Request {
 ///
 /// # Errors
 /// `Resource` or `Unsupported` without a required GPU, `Usage` if no case has a selected name.
-pub fn conduct<W: Write>(request: &Request, out: W) -> Result<Report<W>> {
+pub fn conduct(request: &Request, out: Box<dyn Write>) -> Result<Report<Box<dyn Write>>> {
     let mut report = Report::new(out, [request.cases.clone(), request.skip.clone()], request.verbose, request.seed);
     if request.lose_gpu {
         return lose_gpu().map(|()| report);

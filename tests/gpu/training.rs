@@ -14,7 +14,7 @@ use superoffload::internals::model::{ModelShape, TensorTable, init_tensor};
 use superoffload::internals::optim::StatePart;
 use superoffload::internals::planner::Machine;
 use superoffload::internals::trace::Recorder;
-use superoffload::{Error, Plan, Result, Settings};
+use superoffload::{Error, Plan, Result, Settings, TrainOptions};
 
 /// Builds an engine on the device under test.
 pub type Factory<'a, D> = &'a dyn Fn(&Plan, &ModelShape, &Topology) -> Result<Engine<D>>;
@@ -137,7 +137,7 @@ fn train<D: Kernels>(on: &Subject<'_, D>, toml: &str, trace: bool) -> Result<Run
 }
 
 fn train_shape<D: Kernels>(on: &Subject<'_, D>, shape: &ModelShape, toml: &str, steps: usize, trace: bool) -> Result<Run> {
-    let options = toml::from_str(&format!("{RECIPE}{toml}")).map_err(Error::usage)?;
+    let options = TrainOptions::from_toml(&format!("{RECIPE}{toml}"))?;
     let (settings, topology) = (Settings::resolve(options)?, Topology::this_machine());
     let plan = Plan::new(&settings.request(shape), &on.machine, trace)?;
     let engine = (on.engine)(&plan, shape, &topology)?;
@@ -468,7 +468,7 @@ fn summed_on_the_host<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     let nan = "inject = [{step = 3, element = 20, share = 1, value = \"nan\"}]\n";
     let common = format!("{}{nan}bucket-mib = 0.0625\nresident-buckets = 0\ngradient-shares = 3\n", subject.settings);
     let train = |lines: &str, sums_on_host: bool| {
-        let settings = Settings::resolve(toml::from_str(&format!("{RECIPE}{common}{lines}")).map_err(Error::usage)?)?;
+        let settings = Settings::resolve(TrainOptions::from_toml(&format!("{RECIPE}{common}{lines}"))?)?;
         let mut plan = Plan::new(&settings.request(&shape()), &subject.machine, false)?;
         plan.placement.rings.sums_on_host = sums_on_host;
         let elems = plan.placement.layout.offloaded_elems() as u64;
@@ -508,7 +508,7 @@ fn replanned<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     let nan = "inject = [{step = 4, element = 20, value = \"nan\"}]\n";
     let common = format!("{}{SPECULATE}{nan}max-grad-norm = ", subject.settings);
     let train = |max_norm: f64, moves: &dyn Fn(usize) -> Result<Option<Plan>>| {
-        let settings = Settings::resolve(toml::from_str(&format!("{RECIPE}{common}{max_norm}\n{}", places()[0])).map_err(Error::usage)?)?;
+        let settings = Settings::resolve(TrainOptions::from_toml(&format!("{RECIPE}{common}{max_norm}\n{}", places()[0]))?)?;
         let plan = Plan::new(&settings.request(&shape), &subject.machine, false)?;
         let engine = (subject.engine)(&plan, &shape, &Topology::this_machine())?;
         run_engine(engine, &settings, Course { steps: 12, before_data: &mut || (), moves })
@@ -516,9 +516,7 @@ fn replanned<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     let max_norm = median_norm(&train(0.0, &|_| Ok(None))?)?;
     let moves = |step: usize| {
         let toml = format!("{RECIPE}{common}{max_norm}\n{}", places()[step / 3 % 4]);
-        let plan = |toml: &str| {
-            Plan::new(&Settings::resolve(toml::from_str(toml).map_err(Error::usage)?)?.request(&shape), &subject.machine, false)
-        };
+        let plan = |toml: &str| Plan::new(&Settings::resolve(TrainOptions::from_toml(toml)?)?.request(&shape), &subject.machine, false);
         if step > 0 && step.is_multiple_of(3) { plan(&toml).map(Some) } else { Ok(None) }
     };
     let (want, have) = (train(max_norm, &|_| Ok(None))?, train(max_norm, &moves)?);

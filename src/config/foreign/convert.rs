@@ -123,7 +123,7 @@ impl Converted {
             return Err(Error::usage(format!("{path}: {count} keys are not available here: {}", each.join("; "))));
         }
         let text = HEAD.to_string() + &self.lines();
-        let options: TrainOptions = toml::from_str(&text).map_err(|e| Error::usage(format!("{}: {}", self.path, e.message())))?;
+        let options = TrainOptions::from_toml(&text).map_err(|e| Error::usage(format!("{}: {e}", self.path)))?;
         if options.model.is_some() || options.data.is_some() {
             Settings::resolve(options).map_err(|e| Error::usage(format!("{}: {e}", self.path)))?;
         }

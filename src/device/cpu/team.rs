@@ -16,7 +16,8 @@ use std::thread::JoinHandle;
 /// Work of a job: `(thread, block)`.
 type BlockWork<'a> = dyn Fn(usize, usize) + Sync + 'a;
 
-/// Polls of an idle helper before it sleeps, and of a waiting caller before it yields its core.
+/// Polls of an idle helper before it sleeps, and of a waiting caller before it yields its core, if each thread has a core. Otherwise a thread
+/// that spins delays the thread that it waits for, and none does.
 const SPINS: u32 = 2000;
 
 /// Flag in [`TeamShared::gate`]: helpers may enter. The bits below count the helpers inside; the bits above are the number of the job.
@@ -35,6 +36,8 @@ struct TeamShared {
     next: AtomicUsize,
     panicked: AtomicBool,
     stop: AtomicBool,
+    /// [`SPINS`], or 1 if there are more threads than cores.
+    spins: u32,
 }
 
 // SAFETY: the gate separates the caller's writes of `job` from the helpers' reads, and the closure is `Sync`.
@@ -57,7 +60,9 @@ impl Team {
         fn nothing(_: usize, _: usize) {}
         let job = UnsafeCell::new(TeamJob { work: &nothing, blocks: 0 });
         let (gate, next) = (AtomicU64::new(0), AtomicUsize::new(0));
-        let shared = Arc::new(TeamShared { job, gate, next, panicked: AtomicBool::new(false), stop: AtomicBool::new(false) });
+        let spins = if std::thread::available_parallelism().is_ok_and(|cores| threads <= cores.get()) { SPINS } else { 1 };
+        let [panicked, stop] = [false; 2].map(AtomicBool::new);
+        let shared = Arc::new(TeamShared { job, gate, next, panicked, stop, spins });
         let mut team = Self { shared, helpers: Vec::new() };
         for thread in 1..threads {
             let shared = Arc::clone(&team.shared);
@@ -113,7 +118,7 @@ impl Team {
         let mut turns = 0;
         while self.shared.gate.load(Ordering::Acquire) & (OPEN - 1) != 0 {
             turns += 1;
-            if turns < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
+            if turns < self.shared.spins { std::hint::spin_loop() } else { std::thread::yield_now() }
         }
     }
 }
@@ -157,7 +162,7 @@ impl TeamShared {
                 return Some(gate);
             }
             turns += 1;
-            if turns % SPINS == 0 { std::thread::park() } else { std::hint::spin_loop() }
+            if turns % self.spins == 0 { std::thread::park() } else { std::hint::spin_loop() }
         }
     }
 

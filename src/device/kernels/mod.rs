@@ -42,6 +42,24 @@ pub trait Launch<K: Kernel>: Device {
     fn accept(&mut self, kernel: Checked<K>) -> Result<()>;
 }
 
+/// Implements [`Launch`] for `$device` and each kernel by the method `$accept`. An implementation for all kernels of a trait would be compiled
+/// again in each program and test that launches one, with the arithmetic of that kernel. These implementations are compiled once.
+macro_rules! launches {
+    ($device:ty, $accept:ident: $($kernel:ty),+ $(,)?) => {$(
+        impl $crate::device::Launch<$kernel> for $device {
+            #[inline(never)]
+            fn launch(&mut self, kernel: $kernel) -> $crate::error::Result<()> {
+                let checked = $crate::device::Checked::new(kernel, |memory| $crate::device::Device::check_memory(self, memory))?;
+                self.$accept(checked)
+            }
+            fn accept(&mut self, kernel: $crate::device::Checked<$kernel>) -> $crate::error::Result<()> {
+                self.$accept(kernel)
+            }
+        }
+    )+};
+}
+pub(super) use launches;
+
 /// A trait for all devices that support each of these kernels; kernels after the semicolon are also supported with [`WithScale`].
 macro_rules! sum {
     (

@@ -118,9 +118,14 @@ fn be<U: UseEngine>(
     learned
 }
 
-/// A shape with enough layers to shard, if `settings` choose the location of weights.
+/// The demo with layers of half the width, enough of them to shard if `settings` choose the location of weights.
 fn shape(settings: &Settings) -> ModelShape {
-    ModelShape::demo().with_layers(if settings.weights == WeightsChoice::Auto { 2 } else { 3 })
+    let narrow =
+        [("size\": 256,\n  \"intermediate_size\": 512", "size\": 128,\n  \"intermediate_size\": 256"), ("heads\": 8", "heads\": 4")];
+    let config = narrow.iter().fold(DEMO_CONFIG.to_string(), |config, (from, to)| config.replace(from, to));
+    let shape = ModelShape::parse(&config, Path::new("config.json")).unwrap();
+    assert_eq!(shape.channels, 128);
+    shape.with_layers(if settings.weights == WeightsChoice::Auto { 2 } else { 3 })
 }
 
 fn plan(settings: &Settings) -> Plan {

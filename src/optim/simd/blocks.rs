@@ -8,7 +8,9 @@ impl AdamKernels {
     /// Runs `pass` block by block over `elems` elements of `arrays`; `pass` returns whether it was careful and found small numbers. Blocks
     /// begin where all `written` arrays begin a cache line, if there are such elements.
     ///
-    /// Careful blocks run in a separate function, because beside them the compiler generates worse code for ordinary blocks.
+    /// Careful blocks run in a separate function, because beside them the compiler generates worse code for ordinary blocks. The elements
+    /// before and behind the blocks, and all elements without vectors, go through scalar code, so that each pass is compiled five times
+    /// for x86-64: two functions for each vector instruction set, and scalar code.
     #[inline(always)]
     pub(super) fn run_blocks<S, const W: usize>(
         self,
@@ -20,26 +22,23 @@ impl AdamKernels {
         assert!(written.iter().all(|place| place.elems == elems), "every array that is written must be as long as the gradients");
         let lead = (0..BLOCK).find(|&lead| written.iter().all(|place| place.at(lead).is_multiple_of(LINE_BYTES)));
         let start = lead.unwrap_or(0).min(elems);
-        let end = elems - (elems - start) % BLOCK;
+        let end = if self.isa == Isa::Scalar { start } else { elems - (elems - start) % BLOCK };
         let mut next = start;
         while next < end {
-            (next, arrays) = self.run(
+            (next, arrays) = self.run_vectors(
                 #[inline(always)]
                 move |isa| self.run_ordinary(self.access(isa, lead.is_some()), next..end, arrays, pass),
             );
-            (next, arrays) = self.run(
+            (next, arrays) = self.run_vectors(
                 #[inline(always)]
                 move |isa| self.run_careful(self.access(isa, lead.is_some()), next..end, arrays, pass),
             );
         }
-        self.run(
-            #[inline(always)]
-            move |isa| {
-                for edge in [0..start, end..elems] {
-                    pass(&mut arrays, self.access(isa, false), edge);
-                }
-            },
-        );
+        for edge in [0..start, end..elems] {
+            for block in edge.clone().step_by(BLOCK) {
+                pass(&mut arrays, self.access(Isa::Scalar, false), block..edge.end.min(block + BLOCK));
+            }
+        }
         shells::fence();
     }
 

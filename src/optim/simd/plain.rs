@@ -1,7 +1,14 @@
 //! Memory access without hints, for targets without hand-written stores.
 
-use super::{BLOCK, Isa, StoreLine};
+use super::{AdamKernels, BLOCK, Isa, StoreLine};
 use crate::optim::lifted_step::{LiftedStep, Numbers};
+
+impl AdamKernels {
+    /// Passes of these targets have no blocks.
+    pub(super) fn run_vectors<R>(self, _: impl FnOnce(Isa) -> R) -> R {
+        unreachable!("passes run over whole slices")
+    }
+}
 
 /// # Safety
 /// `from` points to a line.

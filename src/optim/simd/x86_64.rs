@@ -45,6 +45,20 @@ impl AdamKernels {
     }
 }
 
+impl AdamKernels {
+    /// Like [`AdamKernels::run`], for blocks: the scalar specification, which needs no blocks, is not compiled again for them.
+    #[inline]
+    pub(super) fn run_vectors<R>(self, pass: impl FnOnce(Isa) -> R) -> R {
+        match self.isa {
+            // SAFETY: `AdamKernels::new` checked that the CPU has these features.
+            Isa::Avx2 => unsafe { avx2(pass) },
+            // SAFETY: as above.
+            Isa::Avx512 => unsafe { avx512(pass) },
+            _ => unreachable!("{} has no vectors", self.isa),
+        }
+    }
+}
+
 #[target_feature(enable = "avx2,fma,f16c")]
 fn avx2<R>(pass: impl FnOnce(Isa) -> R) -> R {
     pass(Isa::Avx2)
