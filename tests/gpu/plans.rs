@@ -34,8 +34,10 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     if suite.bench.same_bits {
         return;
     }
-    let shipped = PRESETS.map(|(name, config)| (name, config.to_string()));
-    for (name, config) in shipped.into_iter().chain(SMALL.map(|(name, sizes)| (name, small(sizes)))) {
+    // The library takes minutes for all of them.
+    let are_all_swept = suite.bench.full;
+    let shipped = PRESETS.iter().filter(|_| are_all_swept).map(|(name, config)| (*name, config.to_string()));
+    for (name, config) in shipped.chain(SMALL.map(|(name, sizes)| (name, small(sizes)))) {
         for (factors, format) in [(Factors::Bfloat16, ""), (Factors::Fp8, " in FP8")] {
             let mut lines = Vec::new();
             suite.case(&format!("plans of {name}{format}"), |bench, _| {

@@ -267,8 +267,7 @@ impl PlanProducts for ProductPlanner<'_> {
             return Ok(*answer);
         }
         let (lt, mut parts) = (self.gemm.lt, Parts::new(self.gemm.lt));
-        let bias = if call.bias > 0 { self.pointers.bias } else { 0 };
-        describe(&lt, &mut parts, call, Pointers { bias, ..self.pointers })?;
+        describe(&lt, &mut parts, call, self.pointers.of_call(call))?;
         let answer = parts.plan(self.gemm.handle, reductions, || operation(call.shape, call.formats))?;
         self.gemm.answers.insert((*call, reductions), answer);
         Ok(answer)

@@ -160,6 +160,14 @@ impl Pointers {
         Self { bias: 0, scales: scales.map_or([0; 2], |scales| scales.map(DeviceSlice::addr)) }
     }
 
+    /// Those that a call of the product takes: a part of a product has no bias, and widened factors have no scales, which the library rejects
+    /// beside 16-bit factors.
+    pub(super) fn of_call(self, call: &LibraryProduct) -> Self {
+        let bias = if call.bias > 0 { self.bias } else { 0 };
+        let scales = if call.formats.a.is_fp8() { self.scales } else { [0; 2] };
+        Self { bias, scales }
+    }
+
     /// Addresses that stand for those of any product with `key`, to choose its algorithm before it has memory.
     pub(super) fn standing_for(key: &ProductKey) -> Self {
         let somewhere = |alignment: u16| if alignment > 0 { 1 << 40 | u64::from(alignment) } else { 0 };
@@ -180,6 +188,23 @@ mod tests {
     fn alignment_is_the_largest_power_of_two_up_to_256() {
         let slice = |addr| DeviceSlice::at(addr, 1, Dtype::Bfloat16);
         assert_eq!([2, 48, 4096 + 256, 1 << 40].map(|addr| alignment(slice(addr))), [2, 16, 256, 256]);
+    }
+
+    #[test]
+    fn widened_factors_have_no_scales_and_parts_no_bias() {
+        let request = ProductRequest {
+            shape: MatmulShape { layout: MatmulLayout::Nt, m: 64, n: 128, k: 96 },
+            formats: [Dtype::Float8E5m2, Dtype::Float8E4m3, Dtype::Bfloat16],
+            bias: true,
+        };
+        let key = ProductKey::aligned(request);
+        let pointers = Pointers::standing_for(&key);
+        let whole = LibraryProduct::whole(&key);
+        let Pointers { bias, scales } = pointers.of_call(&whole);
+        assert!(bias != 0 && scales == pointers.scales && scales[0] != 0);
+        let narrow = Formats { a: Dtype::Bfloat16, b: Dtype::Bfloat16, c: Dtype::Float32 };
+        let Pointers { bias, scales } = pointers.of_call(&LibraryProduct { formats: narrow, bias: 0, ..whole });
+        assert_eq!((bias, scales), (0, [0; 2]));
     }
 
     #[test]
