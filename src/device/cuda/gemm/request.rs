@@ -160,8 +160,8 @@ impl Pointers {
         Self { bias: 0, scales: scales.map_or([0; 2], |scales| scales.map(DeviceSlice::addr)) }
     }
 
-    /// Those that a call of the product takes: a part of a product has no bias, and widened factors have no scales, which the library rejects
-    /// beside 16-bit factors.
+    /// The pointers that a call of the product takes. A part of a product has no bias. Widened factors have no scales, which the library
+    /// rejects beside 16-bit factors.
     pub(super) fn of_call(self, call: &LibraryProduct) -> Self {
         let bias = if call.bias > 0 { self.bias } else { 0 };
         let scales = if call.formats.a.is_fp8() { self.scales } else { [0; 2] };
