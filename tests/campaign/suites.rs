@@ -37,7 +37,7 @@ suite!(
 /// One step of a real model against transformers. `tests/golden/real_weights.py` describes the folder of the model.
 pub const REAL_WEIGHTS: Campaign = Campaign {
     id: "R31b",
-    what: "logits, loss and gradient norm of one step of SmolLM2-135M, with its real weights, against those of transformers in float32: within 1e-6",
+    what: "logits, loss and gradient norm of one step of SmolLM2-135M, with its real weights, against those of transformers in float64: within 1e-6",
     runs: 1,
     smoke: 0,
     start: |_| {

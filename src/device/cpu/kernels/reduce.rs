@@ -1,8 +1,8 @@
 //! Sums in a fixed order.
 //!
 //! Along a row: sixteen partial sums, of which number `l` adds the elements `l`, `l + 16`, ... in ascending order, then a fixed tree. A
-//! partial sum is a sum of blocks of [`SUM_BLOCK`] terms, in ascending order. Down the columns: blocks of [`ROW_BLOCK`] rows, each summed
-//! in ascending order, then the blocks in ascending order.
+//! partial sum adds blocks of [`SUM_BLOCK`] terms, then the element behind the last sixteen, if there is one. Down the columns: blocks of
+//! [`ROW_BLOCK`] rows, each summed in ascending order, then the blocks in ascending order.
 
 use super::arithmetic::CpuArithmetic;
 use super::isa::vectorised;
@@ -13,57 +13,52 @@ use crate::device::cpu::task_memory::TaskMemory;
 use crate::dtype::Element;
 
 const LANES: usize = 16;
-/// Elements of a row in one block of all partial sums.
-const FOLD_BLOCK: usize = LANES * SUM_BLOCK;
 
 /// Folds pairs of elements with `f(sum, a, b)`, which must start at zero.
 #[inline(always)]
 pub(crate) fn fold2<A: Element, B: Element>(a: &[A], b: &[B], f: impl Fn(f32, f32, f32) -> f32) -> f32 {
-    let blocks = a.chunks(FOLD_BLOCK).zip(b.chunks(FOLD_BLOCK));
-    tree(blocks.fold([0.0; LANES], |sums, (a, b)| added(sums, lanes2(a, b, &f))), |a, b| a + b)
-}
-
-#[inline(always)]
-fn lanes2<A: Element, B: Element>(a: &[A], b: &[B], f: impl Fn(f32, f32, f32) -> f32) -> [f32; LANES] {
-    let mut lanes = [0.0f32; LANES];
+    let mut sums = [0.0f32; LANES];
     let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
-    for (a, b) in a.iter().zip(b) {
-        for l in 0..LANES {
-            lanes[l] = f(lanes[l], a[l].to_f32(), b[l].to_f32());
+    for (a, b) in a.chunks(SUM_BLOCK).zip(b.chunks(SUM_BLOCK)) {
+        let mut lanes = [0.0f32; LANES];
+        for (a, b) in a.iter().zip(b) {
+            for l in 0..LANES {
+                lanes[l] = f(lanes[l], a[l].to_f32(), b[l].to_f32());
+            }
         }
+        add_lanes(&mut sums, &lanes);
     }
-    for (lane, (a, b)) in lanes.iter_mut().zip(a_tail.iter().zip(b_tail)) {
-        *lane = f(*lane, a.to_f32(), b.to_f32());
+    for (sum, (a, b)) in sums.iter_mut().zip(a_tail.iter().zip(b_tail)) {
+        *sum = f(*sum, a.to_f32(), b.to_f32());
     }
-    lanes
+    tree(sums, |a, b| a + b)
 }
 
 /// Folds triples of elements with `f(sum, a, b, c)`.
 #[inline(always)]
 pub(crate) fn fold3<A: Element, B: Element, C: Element>(a: &[A], b: &[B], c: &[C], f: impl Fn(f32, f32, f32, f32) -> f32) -> f32 {
-    let blocks = a.chunks(FOLD_BLOCK).zip(b.chunks(FOLD_BLOCK)).zip(c.chunks(FOLD_BLOCK));
-    tree(blocks.fold([0.0; LANES], |sums, ((a, b), c)| added(sums, lanes3(a, b, c, &f))), |a, b| a + b)
-}
-
-#[inline(always)]
-fn lanes3<A: Element, B: Element, C: Element>(a: &[A], b: &[B], c: &[C], f: impl Fn(f32, f32, f32, f32) -> f32) -> [f32; LANES] {
-    let mut lanes = [0.0f32; LANES];
+    let mut sums = [0.0f32; LANES];
     let ((a, a_tail), (b, b_tail), (c, c_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>(), c.as_chunks::<LANES>());
-    for ((a, b), c) in a.iter().zip(b).zip(c) {
-        for l in 0..LANES {
-            lanes[l] = f(lanes[l], a[l].to_f32(), b[l].to_f32(), c[l].to_f32());
+    for ((a, b), c) in a.chunks(SUM_BLOCK).zip(b.chunks(SUM_BLOCK)).zip(c.chunks(SUM_BLOCK)) {
+        let mut lanes = [0.0f32; LANES];
+        for ((a, b), c) in a.iter().zip(b).zip(c) {
+            for l in 0..LANES {
+                lanes[l] = f(lanes[l], a[l].to_f32(), b[l].to_f32(), c[l].to_f32());
+            }
         }
+        add_lanes(&mut sums, &lanes);
     }
-    for (lane, ((a, b), c)) in lanes.iter_mut().zip(a_tail.iter().zip(b_tail).zip(c_tail)) {
-        *lane = f(*lane, a.to_f32(), b.to_f32(), c.to_f32());
+    for (sum, ((a, b), c)) in sums.iter_mut().zip(a_tail.iter().zip(b_tail).zip(c_tail)) {
+        *sum = f(*sum, a.to_f32(), b.to_f32(), c.to_f32());
     }
-    lanes
+    tree(sums, |a, b| a + b)
 }
 
 #[inline(always)]
-fn added(mut sums: [f32; LANES], block: [f32; LANES]) -> [f32; LANES] {
-    sums.iter_mut().zip(block).for_each(|(sum, x)| *sum += x);
-    sums
+fn add_lanes(sums: &mut [f32; LANES], lanes: &[f32; LANES]) {
+    for l in 0..LANES {
+        sums[l] += lanes[l];
+    }
 }
 
 /// Folds elements with `f(sum, a)`.
@@ -175,11 +170,12 @@ mod tests {
     fn a_row_folds_in_sixteen_lanes_of_blocks_and_a_tree() {
         for elems in [77, 16 * SUM_BLOCK, 40 * SUM_BLOCK + 5] {
             let x: Vec<f32> = values(1, elems);
-            let chain = |terms: &[f32]| terms.iter().fold(0.0f32, |sum, x| sum + x);
-            let mut lanes: Vec<f32> = (0..16)
-                .map(|lane| x.iter().skip(lane).step_by(16).copied().collect::<Vec<_>>())
-                .map(|terms| terms.chunks(SUM_BLOCK).fold(0.0, |sum, block| sum + chain(block)))
-                .collect();
+            let (runs, tail) = x.as_chunks::<16>();
+            let mut lanes = [0.0f32; 16];
+            for block in runs.chunks(SUM_BLOCK) {
+                lanes.iter_mut().enumerate().for_each(|(l, lane)| *lane += block.iter().fold(0.0, |sum, run| sum + run[l]));
+            }
+            lanes.iter_mut().zip(tail).for_each(|(lane, x)| *lane += x);
             for half in [8, 4, 2, 1] {
                 (0..half).for_each(|l| lanes[l] += lanes[l + half]);
             }
