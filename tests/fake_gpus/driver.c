@@ -309,6 +309,7 @@ int cublasLtCreate(void **handle) { current(); return make(handle); }
 int cublasLtDestroy(void *handle) { current(); return 0; }
 int cublasLtMatrixLayoutCreate(void **layout, int type, u64 rows, u64 columns, int64_t stride) { return make(layout); }
 int cublasLtMatrixLayoutDestroy(void *layout) { return 0; }
+int cublasLtMatrixLayoutSetAttribute(void *layout, int which, void *value, size_t bytes) { return 0; }
 int cublasLtMatmulDescCreate(void **description, int compute, int scale) { return make(description); }
 int cublasLtMatmulDescSetAttribute(void *description, int which, void *value, size_t bytes) { return 0; }
 int cublasLtMatmulDescDestroy(void *description) { return 0; }
