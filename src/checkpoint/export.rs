@@ -94,6 +94,9 @@ pub(crate) fn export_best(dir: &Path, out_dir: &Path, options: Options) -> Resul
     Ok(Exported { step: written.step, checkpoint: best.path, warnings: best.warnings.into_iter().chain(written.warning).collect() })
 }
 
+/// Names and contents of the files of a model.
+type ModelFiles = Vec<(String, Vec<u8>)>;
+
 /// The result of [`export_one`].
 struct WrittenExport {
     step: u64,
@@ -116,7 +119,7 @@ fn export_one(path: &Path, out_dir: &Path, options: Options) -> Result<Result<Wr
 }
 
 /// The checkpoint at `path` and its model files, which describe its tensors.
-fn open_model(path: &Path) -> Result<(Loaded, Vec<(String, Vec<u8>)>)> {
+fn open_model(path: &Path) -> Result<(Loaded, ModelFiles)> {
     let loaded = checkpoint::open(path)?;
     let model_files = loaded.read_model_files()?;
     expect_model(&loaded, path, &model_files)?;

@@ -57,6 +57,9 @@ impl LongSums {
     /// Terms of the shortest sum that is cut into slices, as short as the shortest measured sum that the library wanted to split. An H200
     /// multiplies 576 x 576 x 8,192 numbers of bfloat16 in 19 us in slices, and in 195 us at once.
     const TERMS_MIN: usize = 8_192;
+    /// Terms from which on the library wanted to split most measured sums whose tiles are fewer than processors. Of shorter sums it splits
+    /// few.
+    const EXPECTED_TERMS_MIN: usize = 16_384;
 
     /// Whether a sum of `k` terms is cut into slices if the library wants to split it.
     pub(crate) fn slices(self, k: usize) -> bool {
@@ -68,7 +71,7 @@ impl LongSums {
     fn expected_bytes(MatmulShape { m, n, k, .. }: MatmulShape, dtype: Dtype) -> f64 {
         let tiles = m.div_ceil(TILE) * n.div_ceil(TILE);
         let per_elem = 2 * 2 * Dtype::Float32.bytes() + dtype.bytes();
-        if Self::Slices.slices(k) && tiles < PROCESSORS { (m * n * per_elem) as f64 } else { 0.0 }
+        if k >= Self::EXPECTED_TERMS_MIN && tiles < PROCESSORS { (m * n * per_elem) as f64 } else { 0.0 }
     }
 }
 
@@ -331,7 +334,7 @@ mod tests {
         let bytes = |(m, n, k)| LongSums::expected_bytes(MatmulShape { layout: MatmulLayout::Tn, m, n, k }, Dtype::Bfloat16);
         assert_eq!(bytes((896, 896, 65_536)), (896 * 896 * 18) as f64);
         // Enough tiles for all processors, and a short sum.
-        assert_eq!([bytes((1536, 1536, 65_536)), bytes((896, 896, 4096))], [0.0; 2]);
+        assert_eq!([bytes((1536, 1536, 65_536)), bytes((896, 896, 8192))], [0.0; 2]);
         assert!([LongSums::Slices, LongSums::Library].map(|sums| sums.slices(16_384)) == [true, false]);
     }
 
