@@ -56,12 +56,14 @@ pub enum LongSums {
 impl LongSums {
     /// Terms of the shortest sum that is cut into slices, as short as the shortest measured sum that the library wanted to split. An H200
     /// multiplies 576 x 576 x 8,192 numbers of bfloat16 in 19 us in slices, and in 195 us at once.
+    #[cfg(any(feature = "cuda", test))]
     const TERMS_MIN: usize = 8_192;
     /// Terms from which on the library wanted to split most measured sums whose tiles are fewer than processors. Of shorter sums it splits
     /// few.
     const EXPECTED_TERMS_MIN: usize = 16_384;
 
     /// Whether a sum of `k` terms is cut into slices if the library wants to split it.
+    #[cfg(any(feature = "cuda", test))]
     pub(crate) fn slices(self, k: usize) -> bool {
         self == Self::Slices && k >= Self::TERMS_MIN
     }
