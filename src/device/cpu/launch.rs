@@ -6,36 +6,10 @@ use super::kernels::Compute;
 use super::kernels::arithmetic::{CpuArithmetic, by_float};
 use super::task_memory::TaskMemory;
 use crate::device::kernels::launches;
-use crate::device::{
-    AbsMaxScale, AddKeyGradients, AttentionBackward, AttentionForward, BiasBackward, Checked, ClampedSwiglu, Combine, CrossEntropyGrad,
-    CrossEntropyLoss, CrossEntropyStats, Dispatch, Embed, EmbedBackward, ExpertBackward, ExpertBias, ExpertBiasDot, Geglu, GegluBackward,
-    Gelu, GeluBackward, GroupedMatmul, Kernel, LayerNorm, LayerNormBackward, Matmul, Poke, QkNorm, QkNormBackward, Quantize, RmsNorm,
-    RmsNormBackward, Rope, Route, RouterBackward, RouterBalance, RouterLogits, ScaleAdd, ScaledMatmul, SegmentSums, Segments, Sinks,
-    SinksBackward, Stream, Swiglu, SwigluBackward, WithScale,
-};
+use crate::device::{Checked, Kernel, Stream};
 use crate::error::Result;
 
-launches! {
-    CpuDevice, run_arithmetic:
-    AttentionForward, AttentionBackward,
-    CrossEntropyStats, CrossEntropyGrad, CrossEntropyLoss,
-    Embed, EmbedBackward,
-    ClampedSwiglu, ExpertBias, ExpertBackward, ExpertBiasDot,
-    GroupedMatmul, SegmentSums,
-    AddKeyGradients,
-    RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward,
-    Swiglu, SwigluBackward, Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd,
-    BiasBackward,
-    AbsMaxScale, Quantize,
-    QkNorm, QkNormBackward, Rope,
-    RouterLogits, Route, Segments, Dispatch, Combine, RouterBackward, RouterBalance,
-    Sinks, SinksBackward,
-    Poke,
-    Matmul, ScaledMatmul,
-    WithScale<RmsNorm>, WithScale<RmsNormBackward>, WithScale<LayerNorm>, WithScale<LayerNormBackward>,
-    WithScale<Swiglu>, WithScale<SwigluBackward>, WithScale<Geglu>, WithScale<GegluBackward>,
-    WithScale<Gelu>, WithScale<GeluBackward>, WithScale<ScaleAdd>,
-}
+launches!(CpuDevice, run_arithmetic: AttentionForward, AttentionBackward, Matmul, ScaledMatmul);
 
 impl CpuDevice {
     /// Enqueues a kernel in its float format.

@@ -4,13 +4,7 @@ use super::CudaDevice;
 use super::error::check;
 use super::group_tables::GroupTables;
 use crate::device::kernels::launches;
-use crate::device::{
-    AbsMaxScale, Adam, AddKeyGradients, BiasBackward, Cast, Checked, ClampedSwiglu, Combine, CrossEntropyGrad, CrossEntropyLoss,
-    CrossEntropyStats, Device, DeviceSlice, Dispatch, Embed, EmbedBackward, ExpertBackward, ExpertBias, ExpertBiasDot, Geglu,
-    GegluBackward, Gelu, GeluBackward, GradNormPartials, GroupedMatmul, GroupedShape, Kernel, LayerNorm, LayerNormBackward, Poke, QkNorm,
-    QkNormBackward, Quantize, RmsNorm, RmsNormBackward, Rope, Route, RouterBackward, RouterBalance, RouterLogits, ScaleAdd, ScatterRows,
-    SegmentSums, Segments, Sinks, SinksBackward, Stream, SumSlices, Swiglu, SwigluBackward, WithScale, Zero,
-};
+use crate::device::{Checked, Device, DeviceSlice, GroupedMatmul, GroupedShape, Kernel, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
@@ -125,26 +119,7 @@ pub(super) trait GpuKernel: Kernel {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()>;
 }
 
-launches! {
-    CudaDevice, enqueue_kernel:
-    ScatterRows, Zero, Cast, SumSlices, GradNormPartials, Adam,
-    CrossEntropyStats, CrossEntropyGrad, CrossEntropyLoss,
-    Embed, EmbedBackward,
-    ClampedSwiglu, ExpertBias, ExpertBackward, ExpertBiasDot,
-    GroupedMatmul, SegmentSums,
-    AddKeyGradients,
-    RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward,
-    Swiglu, SwigluBackward, Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd,
-    BiasBackward,
-    AbsMaxScale, Quantize,
-    QkNorm, QkNormBackward, Rope,
-    RouterLogits, Route, Segments, Dispatch, Combine, RouterBackward, RouterBalance,
-    Sinks, SinksBackward,
-    Poke,
-    WithScale<RmsNorm>, WithScale<RmsNormBackward>, WithScale<LayerNorm>, WithScale<LayerNormBackward>,
-    WithScale<Swiglu>, WithScale<SwigluBackward>, WithScale<Geglu>, WithScale<GegluBackward>,
-    WithScale<Gelu>, WithScale<GeluBackward>, WithScale<ScaleAdd>,
-}
+launches!(CudaDevice, enqueue_kernel: ScatterRows, Zero, Cast, SumSlices, GradNormPartials, Adam);
 
 impl CudaDevice {
     /// Enqueues the launches of a kernel.

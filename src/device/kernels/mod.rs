@@ -42,10 +42,35 @@ pub trait Launch<K: Kernel>: Device {
     fn accept(&mut self, kernel: Checked<K>) -> Result<()>;
 }
 
-/// Implements [`Launch`] for `$device` and each kernel by the method `$accept`. An implementation for all kernels of a trait would be compiled
-/// again in each program and test that launches one, with the arithmetic of that kernel. These implementations are compiled once.
+/// Implements [`Launch`] for `$device` by the method `$accept`: for the kernels given, and for the kernels that all devices launch alike. An
+/// implementation for all kernels of a trait would be compiled again in each program and test that launches one, with the arithmetic of that
+/// kernel. These implementations are compiled once.
 macro_rules! launches {
-    ($device:ty, $accept:ident: $($kernel:ty),+ $(,)?) => {$(
+    ($device:ty, $accept:ident: $($own:ident),+) => {
+        const _: () = {
+            use $crate::device::*;
+            $crate::device::kernels::launches! {
+                @each $device, $accept: $($own),+,
+                CrossEntropyStats, CrossEntropyGrad, CrossEntropyLoss,
+                Embed, EmbedBackward,
+                ClampedSwiglu, ExpertBias, ExpertBackward, ExpertBiasDot,
+                GroupedMatmul, SegmentSums,
+                AddKeyGradients,
+                RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward,
+                Swiglu, SwigluBackward, Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd,
+                BiasBackward,
+                AbsMaxScale, Quantize,
+                QkNorm, QkNormBackward, Rope,
+                RouterLogits, Route, Segments, Dispatch, Combine, RouterBackward, RouterBalance,
+                Sinks, SinksBackward,
+                Poke,
+                WithScale<RmsNorm>, WithScale<RmsNormBackward>, WithScale<LayerNorm>, WithScale<LayerNormBackward>,
+                WithScale<Swiglu>, WithScale<SwigluBackward>, WithScale<Geglu>, WithScale<GegluBackward>,
+                WithScale<Gelu>, WithScale<GeluBackward>, WithScale<ScaleAdd>
+            }
+        };
+    };
+    (@each $device:ty, $accept:ident: $($kernel:ty),+) => {$(
         impl $crate::device::Launch<$kernel> for $device {
             #[inline(never)]
             fn launch(&mut self, kernel: $kernel) -> $crate::error::Result<()> {
