@@ -20,7 +20,6 @@ pub(crate) use records::{RECORDS, RECORDS_MANIFEST, Records, RunRecord};
 pub(crate) use result_file::{ResultFile, ResultKind};
 
 use crate::error::{Error, Result};
-use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
@@ -114,12 +113,6 @@ impl InFile {
             return Err(Error::format(&self.path, format_args!("larger than the {bytes_max} bytes it may have")));
         }
         Ok(bytes)
-    }
-
-    /// Asks the system to read these bytes ahead. They need not exist.
-    pub(crate) fn prefetch(&self, offset: u64, bytes: usize) {
-        // A file system that cannot read ahead is read without it.
-        let _ = posix_fadvise(&self.file, offset as i64, bytes as i64, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
     }
 
     /// Fills `out` from byte `offset`.

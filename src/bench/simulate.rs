@@ -80,7 +80,7 @@ impl Simulation {
         if documents.is_some() {
             return Err(Error::usage("--documents: not available in simulate, which times rows of a single document; use bench step"));
         }
-        if token_skew.is_skewed() {
+        if !token_skew.is_uniform() {
             return Err(Error::usage("--token-skew: not available in simulate, which routes no tokens; use bench step"));
         }
         if train.digest == Some(true) {

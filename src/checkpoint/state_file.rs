@@ -81,9 +81,6 @@ impl StateFile {
     }
 
     pub(super) fn read_at(&mut self, mut offset: u64, mut out: &mut [u8]) -> Result<()> {
-        if out.len() > CHUNK_BYTES {
-            self.file.prefetch(offset, out.len());
-        }
         while !out.is_empty() {
             let start = (offset % CHUNK_BYTES as u64) as usize;
             let chunk = self.load_chunk((offset / CHUNK_BYTES as u64) as usize)?;

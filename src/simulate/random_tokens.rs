@@ -39,10 +39,6 @@ impl TokenSkew {
         self.0 == 0.0
     }
 
-    pub(crate) fn is_skewed(&self) -> bool {
-        !self.is_uniform()
-    }
-
     /// For each of `vocab` tokens, the probability of this token or one before it.
     fn cumulative(self, vocab: usize) -> Vec<f64> {
         let mut sum = 0.0;
