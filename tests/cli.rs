@@ -547,7 +547,7 @@ fn bench_step_answers_with_one_json_line_or_appends_it() {
     bench(&["--clip", "often"]).refused(2, &["--clip", "every-N"]);
     bench(&["--steps", "0"]).refused(2, &["--steps"]);
     bench(&["--save-steps", "3"]).refused(2, &["--save-steps"]);
-    run(&mut program(&["bench", "step", "--model-config", "llama-9b"])).refused(2, &["--model-config llama-9b", "llama-8b"]);
+    run(&mut program(&["bench", "step", "--model-config", "llama-9b"])).refused(2, &["--model llama-9b", "llama-8b"]);
     run(&mut program(&["bench", "step", "--model-config", "gpt-5b", "--seq-length", "2048"])).refused(2, &["1024 positions"]);
 }
 

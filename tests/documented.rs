@@ -10,7 +10,7 @@ use std::path::Path;
 /// `src/probe` and `src/search`.
 const UNTESTED: [&str; 5] = [
     "superoffload selftest",
-    "superoffload bench step --model-config qwen3-4b",
+    "superoffload bench step --model qwen3-4b",
     "superoffload probe",
     "superoffload plan",
     "superoffload train --gpus 2",

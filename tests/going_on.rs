@@ -172,4 +172,6 @@ fn a_model_has_one_flag_in_plan_simulate_and_bench() {
         let bench = run(&mut program(&["bench", "step", flag, "--device=cpu", "--seq-length=2048"]));
         bench.refused(2, &["1024 positions"]);
     }
+    run(&mut program(&["simulate", "--model-config=nope", "--hardware=h100"])).refused(2, &["--model nope: neither a file"]);
+    run(&mut program(&["simulate", "--hardware=h100"])).refused(2, &["--model is missing", "qwen3-4b"]);
 }

@@ -58,7 +58,7 @@ fn model() -> String {
         std::fs::write(dir.path().join("config.json"), DEMO_CONFIG).unwrap();
         dir
     });
-    format!("--model-config={}", dir.path().join("config.json").display())
+    format!("--model={}", dir.path().join("config.json").display())
 }
 
 fn command() -> Command {

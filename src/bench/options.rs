@@ -4,6 +4,8 @@ use crate::config::settings::TrainOptions;
 use crate::data::rows::row_table::Packing;
 use crate::describe::flag_name;
 use crate::error::{Error, Result};
+use crate::model::presets;
+use crate::model::shape::ModelShape;
 use crate::request::check::require;
 use crate::simulate::clip::Clip;
 use crate::simulate::random_tokens::{LengthRange, TokenSkew};
@@ -12,12 +14,8 @@ use std::path::PathBuf;
 
 /// Options of `bench step`.
 #[derive(clap::Args, Clone, Debug)]
-#[command(mut_args(hide_meaningless))]
+#[command(mut_args(of_a_benchmark))]
 pub struct StepOptions {
-    /// The model's shape: a config.json, or a name such as qwen3-4b; equivalent to --model.
-    #[arg(long, value_name = "NAME|FILE")]
-    pub model_config: PathBuf,
-
     /// Steps of warm-up before the clock starts.
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub warmup: u64,
@@ -43,12 +41,24 @@ pub struct StepOptions {
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
 
-    /// Options of the step.
+    /// Options of the step, and the model.
     #[command(flatten)]
     pub train: TrainOptions,
 }
 
 impl StepOptions {
+    /// Takes the model out of the options of `train`, which would also require data, and reads its shape.
+    ///
+    /// # Errors
+    /// `Usage` if there is no --model; errors of [`presets::shape`].
+    pub(crate) fn take_model(&mut self) -> Result<(PathBuf, ModelShape)> {
+        let model = self.train.model.take().ok_or_else(|| {
+            Error::usage(format!("--model is missing: a config.json, a model's directory, or one of {}", presets::names()))
+        })?;
+        let shape = presets::shape(&model)?;
+        Ok((model, shape))
+    }
+
     /// Refuses flags of `train` that have no effect here, and step counts out of range.
     ///
     /// # Errors
@@ -77,8 +87,8 @@ const STEPS_MAX: u64 = 100_000;
 
 /// Options of `train` that have no effect in a benchmark.
 #[rustfmt::skip]
-const MEANINGLESS: [&str; 31] = [
-    "model", "init", "data", "eval_data", "output_dir", "max_steps", "num_train_epochs",
+const MEANINGLESS: [&str; 30] = [
+    "init", "data", "eval_data", "output_dir", "max_steps", "num_train_epochs",
     "data_format", "columns", "train_on", "chat_template", "chat_template_name", "chat_template_kwargs",
     "chat_date",
     "lr_scheduler_type", "warmup_steps", "warmup_ratio", "max_grad_norm", "logging_steps", "report_to",
@@ -86,9 +96,13 @@ const MEANINGLESS: [&str; 31] = [
     "save_total_limit", "resume_from_checkpoint", "no_shuffle", "perf_counters", "inject", "faults",
 ];
 
-fn hide_meaningless(arg: Arg) -> Arg {
-    let is_hidden = MEANINGLESS.contains(&arg.get_id().as_str());
-    if is_hidden { arg.hide(true) } else { arg }
+/// A flag of `train` as a benchmark has it: without data, the model's shape is enough.
+fn of_a_benchmark(arg: Arg) -> Arg {
+    match arg.get_id().as_str() {
+        "model" => arg.value_name("NAME|FILE").long_help(None).help("The model's shape: a config.json, or a name such as qwen3-4b"),
+        id if MEANINGLESS.contains(&id) => arg.hide(true),
+        _ => arg,
+    }
 }
 
 #[cfg(test)]
@@ -98,7 +112,7 @@ mod tests {
 
     fn parse(flags: &[&str]) -> StepOptions {
         let command = StepOptions::augment_args(clap::Command::new("step"));
-        let matches = command.try_get_matches_from([&["step", "--model-config=gpt-5b"], flags].concat()).unwrap();
+        let matches = command.try_get_matches_from([&["step", "--model=gpt-5b"], flags].concat()).unwrap();
         StepOptions::from_arg_matches(&matches).unwrap()
     }
 
@@ -128,6 +142,7 @@ mod tests {
     fn help_shows_the_flags_that_mean_something() {
         let help = StepOptions::augment_args(clap::Command::new("step")).render_long_help().to_string();
         assert!(help.contains("--resident-buckets") && help.contains("--clip"), "{help}");
+        assert!(help.contains("--model <NAME|FILE>") && help.contains("such as qwen3-4b"), "{help}");
         assert!(!help.contains("--save-steps") && !help.contains("--max-grad-norm"), "{help}");
     }
 }

@@ -11,7 +11,6 @@ use crate::hardware::selected_profile::{AUTO, MachineId, SelectedProfile};
 use crate::hardware::topology::Topology;
 use crate::launch::context::check_context;
 use crate::memory::MemorySpace;
-use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
@@ -74,9 +73,10 @@ impl Simulation {
     ///
     /// # Errors
     /// `Usage` that names an option that makes no sense; errors in the model's configuration.
-    pub(crate) fn new(options: StepOptions, profile: Profile) -> Result<Self> {
+    pub(crate) fn new(mut options: StepOptions, profile: Profile) -> Result<Self> {
         options.check()?;
-        let StepOptions { model_config, warmup, steps, clip, documents, token_skew, train, .. } = options;
+        let (model, shape) = options.take_model()?;
+        let StepOptions { warmup, steps, clip, documents, token_skew, train, .. } = options;
         if documents.is_some() {
             return Err(Error::usage("--documents: not available in simulate, which times rows of a single document; use bench step"));
         }
@@ -87,10 +87,9 @@ impl Simulation {
             return Err(Error::usage("--digest: not available in simulate, which computes no state; use bench step"));
         }
         let settings = Settings::resolve_over(Settings::default(), train)?;
-        let shape = presets::shape("model-config", &model_config)?;
-        check_context(&settings, &shape, &model_config)?;
+        check_context(&settings, &shape, &model)?;
         let steps = Steps { warmup, timed: steps, clip };
-        Ok(Self { settings, config: model_config.display().to_string(), shape, steps, profile })
+        Ok(Self { settings, config: model.display().to_string(), shape, steps, profile })
     }
 
     /// Tokens of a step, as far as the options determine them before a plan is made.

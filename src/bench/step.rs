@@ -18,7 +18,6 @@ use crate::launch::gpu;
 use crate::launch::processes::{FollowEngine, ThisProcess};
 use crate::memory::MemorySpace;
 use crate::metrics::MemoryUse;
-use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
 use crate::progress_event::ProgressEvent;
@@ -63,14 +62,14 @@ impl StepBench {
     ///
     /// # Errors
     /// `Usage` that names an option that makes no sense; errors in the model's configuration.
-    pub(crate) fn new(options: StepOptions) -> Result<Self> {
+    pub(crate) fn new(mut options: StepOptions) -> Result<Self> {
         options.check()?;
-        let StepOptions { model_config, warmup, steps, clip, documents, token_skew, train, .. } = options;
+        let (model, shape) = options.take_model()?;
+        let StepOptions { warmup, steps, clip, documents, token_skew, train, .. } = options;
         let settings = Settings::resolve_over(Settings::default(), train)?;
-        let shape = presets::shape("model-config", &model_config)?;
-        check_context(&settings, &shape, &model_config)?;
+        check_context(&settings, &shape, &model)?;
         let steps = Steps { warmup, timed: steps, clip };
-        Ok(Self { settings, config: model_config.display().to_string(), shape, steps, documents, token_skew })
+        Ok(Self { settings, config: model.display().to_string(), shape, steps, documents, token_skew })
     }
 
     /// Runs the benchmark; `log` receives progress lines. With several processes, only process 0 returns the record. `last_resort` ends a
@@ -268,17 +267,9 @@ mod tests {
         let path = dir.path().join("config.json");
         std::fs::write(&path, config).unwrap();
         let (device, threads) = (Some(DeviceChoice::Cpu), Some(2));
-        let train = TrainOptions { device, threads, seq_length: Some(16), per_device_train_batch_size: Some(2), ..train };
-        let options = StepOptions {
-            model_config: path,
-            warmup: 1,
-            steps: 5,
-            clip: clip.parse().unwrap(),
-            documents: None,
-            token_skew,
-            out: None,
-            train,
-        };
+        let train =
+            TrainOptions { model: Some(path), device, threads, seq_length: Some(16), per_device_train_batch_size: Some(2), ..train };
+        let options = StepOptions { warmup: 1, steps: 5, clip: clip.parse().unwrap(), documents: None, token_skew, out: None, train };
         let mut printed = Vec::new();
         let record = StepBench::new(options).unwrap().run(None, &mut |line| printed.push(line.to_string())).unwrap().unwrap();
         assert_eq!(printed.len(), 3, "the plan, the beginning and the warm-up, no surprise: {printed:?}");

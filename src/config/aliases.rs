@@ -339,14 +339,10 @@ impl Rewritten {
     }
 }
 
-/// `name` as `command` spells it: a model is --model where it may be trained, --model-config where its shape is all that counts.
+/// `name`, or `model` for its older name `model-config`, where `command` takes a model.
 fn own_name<'n>(command: &Command, name: &'n str) -> &'n str {
-    let has = |name: &str| command.get_arguments().any(|arg| arg.get_long() == Some(name));
-    match name {
-        "model" if has("model-config") => "model-config",
-        "model-config" if command.get_name() == "plan" => "model",
-        name => name,
-    }
+    let takes_model = command.get_arguments().any(|arg| arg.get_long() == Some("model"));
+    if name == "model-config" && takes_model && command.get_name() != "train" { "model" } else { name }
 }
 
 /// The next argument, if it is the value of this flag and needs translation.

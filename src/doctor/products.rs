@@ -26,7 +26,7 @@ pub(crate) fn of_presets() -> Result<Vec<ModelProducts>> {
     use crate::dtype::Dtype;
     use crate::model::{presets, products::products};
     let of = |(model, _)| {
-        let shape = presets::shape("model", std::path::Path::new(model))?;
+        let shape = presets::shape(std::path::Path::new(model))?;
         Ok(ModelProducts { model, products: product_algorithms(&products(&shape, TOKENS), Dtype::Bfloat16)? })
     };
     presets::PRESETS.into_iter().map(of).collect()

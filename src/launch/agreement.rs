@@ -318,7 +318,7 @@ mod tests {
     /// A process does not check its own cuBLASLt: it follows process 0.
     #[test]
     fn expert_products_of_process_0_apply_to_all() {
-        let shape = crate::model::presets::shape("--model", "olmoe-1b-7b".as_ref()).unwrap();
+        let shape = crate::model::presets::shape("olmoe-1b-7b".as_ref()).unwrap();
         let device = DeviceMemory::Own { bytes: 1 << 40, addressing: Addressing::Separate };
         let machine = Machine { kind: DeviceKind::Gpu, device, grouped_layouts: GroupedLayouts::Usable, ..Machine::cpu(4) };
         for (requested, wanted) in

@@ -27,18 +27,21 @@ pub const PRESETS: [(&str, &str); 15] = [
     ("llama-70b", include_str!("presets/llama-70b.json")),
 ];
 
-/// The shape of the preset named by `config`, or of the `config.json` or model directory at the path `config`. `flag` is the command-line
-/// flag for messages.
+/// Names of the presets, for messages.
+pub(crate) fn names() -> String {
+    PRESETS.map(|(name, _)| name).join(", ")
+}
+
+/// The shape of the preset named by `config`, or of the `config.json` or model directory at the path `config`. Messages name --model.
 ///
 /// # Errors
 /// `Usage` when `config` is neither; errors of [`ModelDir::file`] and [`ModelShape::read`].
-pub fn shape(flag: &str, config: &Path) -> Result<ModelShape> {
+pub fn shape(config: &Path) -> Result<ModelShape> {
     if let Some((_, text)) = PRESETS.iter().find(|(name, _)| Path::new(name) == config) {
         return ModelShape::parse(text, config);
     }
     if !config.exists() {
-        let names = PRESETS.map(|(name, _)| name).join(", ");
-        return Err(Error::usage(format!("--{flag} {}: neither a file nor one of {names}", config.display())));
+        return Err(Error::usage(format!("--model {}: neither a file nor one of {}", config.display(), names())));
     }
     if config.is_dir() { ModelShape::read(&ModelDir::open(config)?.file(CONFIG)?) } else { ModelShape::read(config) }
 }
@@ -50,7 +53,7 @@ mod tests {
 
     #[test]
     fn every_preset_has_its_models_parameters() {
-        let billions = |name: &str| TensorTable::new(&shape("model", Path::new(name)).unwrap()).params() as f64 / 1e9;
+        let billions = |name: &str| TensorTable::new(&shape(Path::new(name)).unwrap()).params() as f64 / 1e9;
         for (name, expected) in [("qwen3-4b", 4.022), ("llama-8b", 8.030), ("qwen3-14b", 14.77), ("gpt-5b", 5.143)] {
             assert!((billions(name) - expected).abs() < 5e-4 * expected, "{name}: {} B", billions(name));
         }
@@ -68,15 +71,15 @@ mod tests {
             ("seed-oss-36b", 36_151_104_512),
             ("llama-70b", 70_553_706_496),
         ] {
-            assert_eq!(TensorTable::new(&shape("model", Path::new(name)).unwrap()).params(), params, "{name}");
+            assert_eq!(TensorTable::new(&shape(Path::new(name)).unwrap()).params(), params, "{name}");
         }
-        let (phi, seed) = (shape("model", Path::new("phi-4")).unwrap(), shape("model", Path::new("seed-oss-36b")).unwrap());
+        let (phi, seed) = (shape(Path::new("phi-4")).unwrap(), shape(Path::new("seed-oss-36b")).unwrap());
         assert!(phi.layers.iter().all(|layer| layer.attn.window.is_none() && !layer.attn.qkv_bias));
         assert!(seed.layers.iter().all(|layer| layer.attn.qkv_bias && !layer.attn.out_bias));
-        let gemma = shape("model", Path::new("gemma-2-27b")).unwrap();
+        let gemma = shape(Path::new("gemma-2-27b")).unwrap();
         assert_eq!([0, 1].map(|layer| gemma.layers[layer].attn.window), [Some(4096), None]);
         assert_eq!((gemma.layers[0].attn.scale, gemma.logit_softcap), (1.0 / 12.0, Some(30.0)));
-        let gemma = shape("model", Path::new("gemma-3-1b")).unwrap();
+        let gemma = shape(Path::new("gemma-3-1b")).unwrap();
         assert_eq!([0, 5].map(|layer| gemma.layers[layer].attn.window), [Some(512), None]);
     }
 
@@ -89,7 +92,7 @@ mod tests {
             ("qwen3-30b-a3b", 30_532_122_624, 3_041_656_832),
             ("mixtral-8x7b", 46_702_792_704, 12_748_587_008),
         ] {
-            let table = TensorTable::new(&shape("model", Path::new(name)).unwrap());
+            let table = TensorTable::new(&shape(Path::new(name)).unwrap());
             assert_eq!((table.params(), table.matmul_params()), (params, taken), "{name}");
         }
     }
@@ -99,8 +102,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("config.json");
         std::fs::write(&path, super::super::shape::DEMO_CONFIG).unwrap();
-        assert_eq!(shape("model", &path).unwrap(), ModelShape::demo());
-        let refused = shape("model", Path::new("llama-9b")).unwrap_err();
+        assert_eq!(shape(&path).unwrap(), ModelShape::demo());
+        let refused = shape(Path::new("llama-9b")).unwrap_err();
         assert!(refused.to_string().starts_with("--model llama-9b: "), "{refused}");
         assert!(refused.exit_code() == 2 && refused.to_string().contains("llama-8b"), "{refused}");
     }

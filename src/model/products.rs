@@ -30,7 +30,7 @@ mod tests {
 
     #[test]
     fn a_step_has_three_products_of_each_kind_of_matrix() {
-        let shape = presets::shape("model", Path::new("qwen3-4b")).unwrap();
+        let shape = presets::shape(Path::new("qwen3-4b")).unwrap();
         let products = products(&shape, 4 * 4096);
         assert_eq!(products.len(), 15, "{products:?}");
         let wide = |m, n, k| MatmulShape { layout: MatmulLayout::Tn, m, n, k };

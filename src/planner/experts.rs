@@ -66,7 +66,7 @@ mod tests {
     use crate::planner::plan::Plan;
 
     fn olmoe() -> ModelShape {
-        crate::model::presets::shape("--model", "olmoe-1b-7b".as_ref()).unwrap()
+        crate::model::presets::shape("olmoe-1b-7b".as_ref()).unwrap()
     }
 
     fn gpu(grouped_layouts: GroupedLayouts) -> Machine {

@@ -180,7 +180,7 @@ fn each_of_several_machines_has_its_part_of_the_states_in_its_memory() {
 #[test]
 fn gpus_of_each_process_share_its_weights_where_they_do_not_fit_on_each() {
     let file = format!("{}/paper-figures/table-4_models/80B.json", env!("CARGO_MANIFEST_DIR"));
-    let (shape, profile) = (presets::shape("model", Path::new(&file)).unwrap(), Profile::load("gh200-x4").unwrap());
+    let (shape, profile) = (presets::shape(Path::new(&file)).unwrap(), Profile::load("gh200-x4").unwrap());
     let many = Settings { gpus: 4, processes: 4, gradient_group: Some(4), host_limit: Some(Bytes(940_000_000_000)), ..Settings::default() };
     let plan = |weights| {
         let settings = Settings { weights, per_device_train_batch_size: 8, seq_length: 1024, ..many.clone() };
@@ -215,7 +215,7 @@ fn gpus_of_all_processes_share_weights_of_which_a_part_of_a_process_is_too_much(
     let profile = Profile::load("gh200-x4").unwrap();
     let plan = |model: &str, gpus: usize, weights| {
         let file = format!("{}/paper-figures/table-4_models/{model}.json", env!("CARGO_MANIFEST_DIR"));
-        let shape = presets::shape("model", Path::new(&file)).unwrap();
+        let shape = presets::shape(Path::new(&file)).unwrap();
         let host_limit = Some(Bytes(235_000_000_000 * gpus as u64));
         let settings = Settings { gpus, processes: 4, gradient_group: Some(4), host_limit, weights, ..Settings::default() };
         let settings = Settings { per_device_train_batch_size: 4, seq_length: 1024, ..settings };
@@ -543,7 +543,7 @@ fn models_with_experts_are_planned_and_advised() {
         return;
     }
     let one = Settings { per_device_train_batch_size: 1, ..settings() };
-    let preset = |name: &str| presets::shape("model", Path::new(name)).unwrap();
+    let preset = |name: &str| presets::shape(Path::new(name)).unwrap();
     let (gpt_oss, qwen3) = (preset("gpt-oss-20b"), preset("qwen3-30b-a3b"));
     assert!(refusal(&gpt_oss, &one).contains("; --moments bfloat16 would fit"), "{}", refusal(&gpt_oss, &one));
     let packed = Settings { moments: Moments::Bfloat16, ..one.clone() };

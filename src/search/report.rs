@@ -318,7 +318,7 @@ mod tests {
 
     #[test]
     fn more_of_one_thing_is_never_worse_than_the_plan_in_hand() {
-        let (shape, profile) = (presets::shape("model", Path::new("gemma-3-1b")).unwrap(), Profile::load("gh200-96").unwrap());
+        let (shape, profile) = (presets::shape(Path::new("gemma-3-1b")).unwrap(), Profile::load("gh200-96").unwrap());
         let machine = Machine::of(&profile);
         let candidate = |batch| {
             let settings = Settings { per_device_train_batch_size: batch, seq_length: 512, ..Settings::default() };

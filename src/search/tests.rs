@@ -40,7 +40,7 @@ fn rank(settings: &Settings, shape: &ModelShape, machine: &Machine) -> crate::er
 }
 
 fn model(name: &str, layers: usize) -> ModelShape {
-    presets::shape("model", Path::new(name)).unwrap().with_layers(layers)
+    presets::shape(Path::new(name)).unwrap().with_layers(layers)
 }
 
 fn h200(hbm: u64, host: u64, rates: Rates) -> Machine {
@@ -217,7 +217,7 @@ fn step_of_several(
     resident_buckets: ResidentBuckets,
     change: impl Fn(&mut Machine),
 ) -> f64 {
-    let shape = presets::shape("model", Path::new(name)).unwrap();
+    let shape = presets::shape(Path::new(name)).unwrap();
     let mut machine = Machine::of_several(&Profile::load(&format!("h200-x{gpus}")).unwrap(), gpus).unwrap();
     change(&mut machine);
     let settings =
@@ -450,7 +450,7 @@ fn settings_of(line: &Value) -> Settings {
 fn planned(line: &Value, machine: &Machine) -> (ModelShape, Plan) {
     let config = results("..").join(line["model"]["config"].as_str().unwrap());
     let config = if config.exists() { config } else { line["model"]["config"].as_str().unwrap().into() };
-    let shape = presets::shape("model", &config).unwrap();
+    let shape = presets::shape(&config).unwrap();
     let mut plan = Plan::new(&settings_of(line).request(&shape), machine, false).unwrap();
     // No setting selects several policies. The first layers have the faster policies, except for inputs on the host.
     let policies = line["plan"]["layer_policies"].as_object().unwrap();

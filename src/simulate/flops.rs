@@ -47,7 +47,7 @@ mod tests {
             ("qwen3-14b", 4, 4096, 1.458, 1.919),
         ];
         for (name, batch, seq_length, model, recomputed) in cases {
-            let shape = presets::shape("model-config", Path::new(name)).unwrap();
+            let shape = presets::shape(Path::new(name)).unwrap();
             let all = |policy| vec![policy; shape.layers.len()];
             let kept = StepFlops::of(&shape, &[(seq_length, 10 * batch)].into(), &all(LayerPolicy::Keep)).shared(10);
             let again = StepFlops::of(&shape, &[(seq_length, batch)].into(), &all(LayerPolicy::Host));

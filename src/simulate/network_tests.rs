@@ -38,7 +38,7 @@ fn on_four_nodes_with(
     let settings = Settings { gpus: 2, processes: 4, transport, gradient_group, weights, ..Settings::default() };
     let settings = Settings { seq_length: 4096, per_device_train_batch_size: 4, ..settings };
     let settings = Settings { resident_buckets: ResidentBuckets::Count(8), ..settings };
-    let shape = presets::shape("model", Path::new("qwen3-4b")).unwrap().with_layers(12);
+    let shape = presets::shape(Path::new("qwen3-4b")).unwrap().with_layers(12);
     let (plan, outcome) = step(&settings, &shape, &profile);
     ([outcome.step_ms.median / 1e3, plan.forecast.predicted.unwrap().step_s], plan.forecast.peer_traffic.inter_node as f64)
 }
@@ -114,7 +114,7 @@ fn weights_that_all_share_cross_between_processes_with_every_fetch() {
 /// 178 ms of a step. Measured value: commit b531df4 in `paper-figures/results/h200-x2-step.jsonl`.
 #[test]
 fn gpus_wait_only_for_the_sums_that_they_overwrite() {
-    let shape = presets::shape("model", Path::new("qwen3-30b-a3b")).unwrap();
+    let shape = presets::shape(Path::new("qwen3-30b-a3b")).unwrap();
     let settings = Settings {
         gpus: 2,
         seq_length: 4096,
@@ -142,7 +142,7 @@ fn gpus_wait_only_for_the_sums_that_they_overwrite() {
 fn two_processes_take_as_long_as_measured() {
     let profile = |name: &str| Profile::load(name).unwrap();
     let file = format!("{}/paper-figures/results/h200-x2-processes.toml", env!("CARGO_MANIFEST_DIR"));
-    let shape = presets::shape("model", Path::new("llama-8b")).unwrap();
+    let shape = presets::shape(Path::new("llama-8b")).unwrap();
     let settings = Settings { seq_length: 4096, per_device_train_batch_size: 4, ..Settings::default() };
     let two = Settings { processes: 2, ..settings.clone() };
     let one = Settings { gpus: 2, ..settings };

@@ -12,7 +12,7 @@ use std::path::Path;
 /// waits once counted as busy time: 322 ms of a step here.
 #[test]
 fn a_device_that_waits_for_slots_is_not_busy() {
-    let shape = presets::shape("model", Path::new("gpt-oss-20b")).unwrap();
+    let shape = presets::shape(Path::new("gpt-oss-20b")).unwrap();
     let settings = Settings {
         seq_length: 4096,
         per_device_train_batch_size: 8,
@@ -40,7 +40,7 @@ fn a_device_that_waits_for_slots_is_not_busy() {
 /// drivers wait for slots (`paper-figures/results/simulated-slots.jsonl`).
 #[test]
 fn workers_free_the_slots_that_drivers_wait_for() {
-    let shape = presets::shape("model", Path::new("qwen3-30b-a3b")).unwrap();
+    let shape = presets::shape(Path::new("qwen3-30b-a3b")).unwrap();
     let settings = Settings {
         gpus: 2,
         seq_length: 4096,

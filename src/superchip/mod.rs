@@ -156,17 +156,9 @@ fn measure(
 
 fn step_options(row: &TimedRow, options: &SuperchipOptions) -> Result<StepOptions> {
     let train = TrainOptions::from_toml(row.settings).map_err(|e| Error::format(row.name, e))?;
-    let train = TrainOptions { device: Some(DeviceChoice::Cuda), cuda_libraries: options.cuda_libraries.clone(), ..train };
-    Ok(StepOptions {
-        model_config: row.model.into(),
-        warmup: WARMUP,
-        steps: STEPS,
-        clip: Clip::Never,
-        documents: None,
-        token_skew: TokenSkew::default(),
-        out: None,
-        train,
-    })
+    let model = Some(row.model.into());
+    let train = TrainOptions { model, device: Some(DeviceChoice::Cuda), cuda_libraries: options.cuda_libraries.clone(), ..train };
+    Ok(StepOptions { warmup: WARMUP, steps: STEPS, clip: Clip::Never, documents: None, token_skew: TokenSkew::default(), out: None, train })
 }
 
 #[cfg(test)]

@@ -63,7 +63,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     let split = [MatmulShape { layout: MatmulLayout::Nn, m: 128, n: 2048, k: 16_384 }];
     suite.case("products of few rows", |bench, random| check_all(bench, random, &split, Factors::Bfloat16));
     for (model, tokens) in WORKLOADS {
-        let Ok(shape) = presets::shape("model", Path::new(model)) else { continue };
+        let Ok(shape) = presets::shape(Path::new(model)) else { continue };
         let products = products(&shape, tokens);
         suite.case(&format!("products of {model}"), |bench, random| check_all(bench, random, &products, Factors::Bfloat16));
         let of_layers: Vec<_> = products.iter().filter(|p| ![p.m, p.n, p.k].contains(&shape.vocab)).copied().collect();

@@ -41,7 +41,7 @@ pub(crate) struct SimulatedRun {
 impl SimulatedRun {
     /// Llama-8B with fewer layers on a GPU with less memory.
     pub(crate) fn new(settings: Settings) -> Self {
-        let shape = presets::shape("model", Path::new("llama-8b")).unwrap().with_layers(12);
+        let shape = presets::shape(Path::new("llama-8b")).unwrap().with_layers(12);
         let device = DeviceMemory::Own { bytes: 30 << 30, addressing: Addressing::Managed };
         let machine = Machine { host_bytes: 200 << 30, kind: DeviceKind::Gpu, device, ..Machine::cpu(16) };
         // With early commits the pool is not a bottleneck.
@@ -53,7 +53,7 @@ impl SimulatedRun {
     pub(crate) fn on_h200(model: &str, gib: u64, settings: Settings) -> Self {
         let settings = Settings { hbm_limit: Some(Bytes(gib << 30)), seq_length: 4096, ..settings };
         let machine = Machine::of(&Profile::load("h200-pcie5").unwrap()).limited(settings.hbm_limit, settings.host_limit);
-        Self { shape: presets::shape("model", Path::new(model)).unwrap(), machine, settings }
+        Self { shape: presets::shape(Path::new(model)).unwrap(), machine, settings }
     }
 
     /// A run with default settings and its plan. The plan is searched once for all tests.
