@@ -81,6 +81,9 @@ pub struct ActivationPlan {
     mlp_tile: usize,
     policies: Vec<LayerPolicy>,
     allocations: Vec<Allocation>,
+    /// Sums of the allocations on the device and in host memory.
+    device_bytes: Bytes,
+    host_bytes: Bytes,
 }
 
 impl ActivationPlan {
@@ -106,9 +109,21 @@ impl ActivationPlan {
         let tile = LossTile { rows: tokens.min(tile.rows), vocab: tile.vocab.min(shape.vocab) };
         let mlp_tile = mlp_tile.map_or(tokens, |tile| tile.clamp(1, tokens));
         let policies = policies.to_vec();
-        let (shape, allocations) = (shape.clone(), Vec::new());
-        let mut plan =
-            Self { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, mlp_tile, policies, allocations };
+        let mut plan = Self {
+            shape: shape.clone(),
+            batch,
+            seq_length,
+            sequence_ranks,
+            separates_documents,
+            dtype,
+            fp8,
+            tile,
+            mlp_tile,
+            policies,
+            allocations: Vec::new(),
+            device_bytes: Bytes(0),
+            host_bytes: Bytes(0),
+        };
         let mut allocations = Vec::new();
         plan.lay_out(&mut |name, elems, dtype| {
             allocations.push(Allocation { name, space: MemorySpace::Device, elems, dtype });
@@ -116,6 +131,7 @@ impl ActivationPlan {
         })?;
         plan.allocations = allocations;
         plan.allocations.extend(plan.host_allocations()?.into_iter().filter(|slots| slots.elems > 0));
+        [plan.device_bytes, plan.host_bytes] = [MemorySpace::Device, MemorySpace::Host].map(|space| plan.bytes_at(space));
         Ok(plan)
     }
 
@@ -126,12 +142,12 @@ impl ActivationPlan {
 
     /// The sum of all allocations on the device.
     pub(crate) fn device_bytes(&self) -> Bytes {
-        self.bytes_at(MemorySpace::Device)
+        self.device_bytes
     }
 
     /// The sum of all allocations in host memory.
     pub(crate) fn host_bytes(&self) -> Bytes {
-        self.bytes_at(MemorySpace::Host)
+        self.host_bytes
     }
 
     fn bytes_at(&self, space: MemorySpace) -> Bytes {

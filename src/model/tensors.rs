@@ -229,6 +229,8 @@ pub struct TensorTable {
     specs: Vec<TensorSpec>,
     /// First element of every module in backward order, then the end.
     module_starts: Vec<usize>,
+    /// Elements of the longest module that a ring may hold, and of the longest pair of such modules in flat order.
+    longest_streamed: [usize; 2],
 }
 
 impl TensorTable {
@@ -244,7 +246,18 @@ impl TensorTable {
         }
         builder.embed();
         module_starts.push(builder.end.next_multiple_of(FLAT_ALIGN_ELEMS));
-        Self { specs: builder.specs, module_starts }
+        let longest_streamed = longest(&module_starts);
+        Self { specs: builder.specs, module_starts, longest_streamed }
+    }
+
+    /// Elements of the longest module that a ring may hold: every module but the embeddings.
+    pub(crate) fn longest_streamed_module(&self) -> usize {
+        self.longest_streamed[0]
+    }
+
+    /// Elements of the longest such module together with the next one in flat order.
+    pub(crate) fn longest_streamed_pair(&self) -> usize {
+        self.longest_streamed[1]
     }
 
     /// Every tensor, in flat order.
@@ -327,6 +340,14 @@ impl TensorTable {
         let counts = move |spec: &&TensorSpec| spec.shape.len() == 2 && spec.role != Role::Wpe && (tied || spec.role != Role::Wte);
         self.specs.iter().filter(counts)
     }
+}
+
+/// The longest module, and the longest pair of neighbours, of modules that begin at `starts`, without the last module.
+fn longest(starts: &[usize]) -> [usize; 2] {
+    let streamed = &starts[..starts.len() - 1];
+    let longest_of = |modules: usize| streamed.windows(modules + 1).map(|pair| pair[modules] - pair[0]).max();
+    let module = longest_of(1).unwrap_or(0);
+    [module, longest_of(2).unwrap_or(module)]
 }
 
 struct TableBuilder<'a> {

@@ -14,6 +14,7 @@ use crate::error::Result;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
 use crate::model::activations::{ActivationPlan, LossTile, MicroBatch, bounds_elems};
 use crate::model::heads::SequenceRank;
+use crate::model::layer_shape::LayerShape;
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, TensorTable};
@@ -136,7 +137,7 @@ impl Workload<'_> {
         if self.recipe.step.micro_batches_each(self.recipe.step.shares) > 1 || self.site.machine.device == DeviceMemory::Shared {
             return None;
         }
-        let module_elems_max = streamed_modules(table).max().unwrap_or(0);
+        let module_elems_max = table.longest_streamed_module();
         let limit = if self.site.ranks == 1 { layout.offloaded_elems() } else { layout.flat_elems() };
         let leaving = RING_BUCKETS * layout.bucket_elems();
         let leaving = if self.site.ranks == 1 { leaving } else { leaving.max(module_elems_max) };
@@ -151,11 +152,9 @@ impl Workload<'_> {
     /// The weight ring, which holds a module and the next one: of offloaded buckets if weights stream from the host, of all buckets if they
     /// stream from other ranks. `None` without savings.
     pub(crate) fn weight_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
-        let next = streamed_modules(table).skip(1).chain([0]);
-        let pair_elems_max = streamed_modules(table).zip(next).map(|(module, next)| module + next).max().unwrap_or(0);
         // Slices of other ranks are stored on their devices, even those of offloaded buckets.
         let limit = if self.site.ranks == 1 { layout.offloaded_elems() } else { layout.flat_elems() };
-        self.ring(limit, table, pair_elems_max)
+        self.ring(limit, table, table.longest_streamed_pair())
     }
 
     /// A ring of the flat range up to the embeddings. Tied embeddings are also the output matrix and hold its gradient during the whole
@@ -257,8 +256,13 @@ impl Workload<'_> {
     /// many heads as any other rank.
     pub(crate) fn attention_shapes(&self) -> Vec<AttentionShape> {
         let first = SequenceRank { rank: 0, ranks: self.recipe.step.sequence_ranks };
-        let mut shapes = Vec::new();
-        for layer in 0..self.shape().layers.len() {
+        let (mut shapes, mut attentions) = (Vec::new(), Vec::new());
+        for (layer, LayerShape { attn, .. }) in self.shape().layers.iter().enumerate() {
+            // Shapes are computed for few layers, because the planner asks for them often.
+            if attentions.contains(&attn) {
+                continue;
+            }
+            attentions.push(attn);
             let shape = self.shape().attention_of((self.recipe.step.micro_batch, self.recipe.step.seq_length), layer, first);
             if !shapes.contains(&shape) {
                 shapes.push(shape);
@@ -378,9 +382,4 @@ pub(super) fn counter_sizes(
         mail_words: batch_words.max(PIECE_ELEMS.min(flat)),
         on_gpus: false,
     }
-}
-
-/// Length of every module that a ring may hold, in flat order.
-fn streamed_modules(table: &TensorTable) -> impl Iterator<Item = usize> {
-    table.modules().filter(|module| *module != Module::Embed).map(|module| table.module_range(module).len())
 }

@@ -27,10 +27,11 @@ const TILE_BYTES: usize = 640 << 20;
 const TILE_ROWS_MIN: usize = 1024;
 /// Alignment of a tile's rows, so that every tile fills the tiles of the matrix product.
 const TILE_ROWS_ALIGN: usize = 128;
-/// Maximum number of layer positions at which the policy may change. It exceeds the depth of every published model, so all positions of
-/// these are tried. Deeper models, which the search for the largest model tries, use every second layer or fewer: the cost of a candidate
-/// grows with depth, and so would their number.
+/// Largest depth at which the policy may change between any two layers. It exceeds the depth of every published model.
 const SPLITS_MAX: usize = 256;
+/// Positions at which the policy may change in deeper models, which only the search for the largest model tries. The cost of a candidate
+/// grows with depth, and most of these models do not fit, so that all candidates are tried.
+const SPLITS_DEEP: usize = 32;
 /// On a device that shares the host's memory, one bucket in this many is resident, to exercise the path.
 const SHARED_RESIDENT_ONE_IN: usize = 8;
 
@@ -305,7 +306,7 @@ impl Planner<'_> {
 
 /// Positions between layers at which the policy may change, ascending, from 0 to `layers`.
 fn splits(layers: usize) -> impl DoubleEndedIterator<Item = usize> + ExactSizeIterator {
-    let places = layers.min(SPLITS_MAX);
+    let places = if layers > SPLITS_MAX { SPLITS_DEEP } else { layers };
     (0..places + 1).map(move |place| place * layers / places)
 }
 
@@ -335,7 +336,7 @@ mod tests {
     fn policies_meet_behind_every_layer_of_a_model_and_at_so_many_places_of_a_deeper_one() {
         assert!(splits(3).eq(0..=3) && splits(SPLITS_MAX).eq(0..=SPLITS_MAX));
         let deep: Vec<_> = splits(1000).collect();
-        assert_eq!((deep.len(), deep[0], deep[SPLITS_MAX]), (SPLITS_MAX + 1, 0, 1000));
-        assert!(deep.windows(2).all(|two| (1..=4).contains(&(two[1] - two[0]))), "{deep:?}");
+        assert_eq!((deep.len(), deep[0], deep[SPLITS_DEEP]), (SPLITS_DEEP + 1, 0, 1000));
+        assert!(deep.windows(2).all(|two| (31..=32).contains(&(two[1] - two[0]))), "{deep:?}");
     }
 }

@@ -6,7 +6,7 @@ use crate::model::tensors::TensorTable;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
 use crate::request::Request;
-use crate::request::choices::ResidentBuckets;
+use crate::request::choices::{ActivationsChoice, EarlyRows, ResidentBuckets, WeightsChoice};
 use crate::request::cut::{StepCut, StepSplit};
 use crate::request::wanted::Wanted;
 use crate::simulate::clip::Clip;
@@ -89,7 +89,20 @@ impl LargestModel {
     }
 }
 
+/// Whether `request` has a plan that fits. The policies with the least memory are tried first: they are candidates of every plan whose
+/// policies are open, and alone they cost a thousandth of all candidates.
 fn fits(request: &Request, machine: &Machine) -> bool {
+    // A request for streams or early rows is refused if the fastest plan that fits has none, so all candidates count.
+    let any_will_do =
+        matches!(request.wanted.weights, WeightsChoice::Auto | WeightsChoice::Replicated) && request.early_rows != EarlyRows::On;
+    let least = [ActivationsChoice::RecomputeBlock, ActivationsChoice::Host];
+    let with = |activations| Request { wanted: Wanted { activations, ..request.wanted.clone() }, ..request.clone() };
+    let is_open = request.wanted.activations == ActivationsChoice::Auto && any_will_do;
+    is_open && least.into_iter().any(|activations| has_plan(&with(activations), machine)) || has_plan(request, machine)
+}
+
+/// Whether the fastest plan of `request` fits.
+fn has_plan(request: &Request, machine: &Machine) -> bool {
     Plan::new(request, machine, false).is_ok_and(|plan| plan.shortage().is_none())
 }
 
@@ -183,4 +196,34 @@ fn exposed_share(request: &Request, machine: &Machine) -> Result<Option<(f64, Pl
     }
     let (outcome, ..) = simulate(&plan, request.shape(), &machine.rates.profile, STEPS, 0)?;
     Ok(Some(((outcome.exposed.cpu_ms + outcome.exposed.transfer_ms) / outcome.step_ms.median, plan)))
+}
+
+#[cfg(all(test, feature = "weight-flow", feature = "repartition"))]
+mod tests {
+    use super::*;
+    use crate::config::settings::Settings;
+    use crate::model::presets;
+    use crate::units::Bytes;
+    use std::path::Path;
+
+    /// Depths around the limit of machines that are short of device memory, of host memory, and of both.
+    #[test]
+    fn the_policies_with_the_least_memory_decide_as_all_candidates_do() {
+        let shape = presets::shape(Path::new("qwen3-4b")).unwrap();
+        let mut counts = [0, 0];
+        for (hbm_limit, host_limit) in [(8_u64 << 30, None), (40 << 30, Some(24_u64 << 30)), (4 << 30, Some(48 << 30))] {
+            for layers in [1, 4, 12, 24, 36, 60] {
+                for (weights, micro_batch) in [(WeightsChoice::Auto, 1), (WeightsChoice::Replicated, 4), (WeightsChoice::Flow, 1)] {
+                    let settings = Settings { weights, seq_length: 2048, per_device_train_batch_size: micro_batch, ..Settings::demo() };
+                    let mut request = settings.request(&shape.with_layers(layers));
+                    (request.site.hbm_limit, request.site.host_limit) = (Some(Bytes(hbm_limit)), host_limit.map(Bytes));
+                    let machine = Machine::of_run(&Profile::load("h100").unwrap(), &request.cut).unwrap();
+                    let expected = has_plan(&request, &machine);
+                    assert_eq!(fits(&request, &machine), expected, "{layers} layers of {weights:?} in {hbm_limit} and {host_limit:?}");
+                    counts[usize::from(expected)] += 1;
+                }
+            }
+        }
+        assert!(counts.into_iter().all(|count| count >= 10), "{counts:?}");
+    }
 }
