@@ -38,7 +38,7 @@ fn a_process_that_saves_or_evaluates_for_longer_than_the_stall_limit_is_waited_f
 #[test]
 fn a_signal_while_another_process_is_slow_saves_and_exits_with_75() {
     let workspace = Workspace::new();
-    let long: &[&str] = &["--stall-limit=1", "--max-steps=60", "--save-steps=3"];
+    let long: &[&str] = &["--stall-limit=1", "--max-steps=12", "--save-steps=3"];
     let whole = digest_of_one(&workspace, "whole", 1, long);
     for message in [0, 1] {
         let out = format!("told-{message}");
