@@ -40,7 +40,7 @@ impl StateDigest {
 /// # Errors
 /// Errors of [`open`](super::open), or a checksum of the state that differs.
 pub fn digest_checkpoint(dir: &Path) -> Result<String> {
-    let mut loaded = reader::open(dir)?;
+    let loaded = reader::open(dir)?;
     let mut digest = StateDigest::new(loaded.manifest().trainer.optimizer_step, loaded.manifest().arrays());
     // `state.bin` holds the tensors exactly as `StateDigest::update` takes them.
     loaded.for_each_byte(|bytes| digest.sum.update(bytes))?;

@@ -65,21 +65,17 @@ pub(crate) fn for_each_piece<D: Kernels>(
     Ok(())
 }
 
-/// Puts the state of a checkpoint into the engine, which has its counters, at most `piece_elems` elements at a time.
+/// Puts the state of a checkpoint into the engine, which has its counters. Several threads read, and at most `piece_elems` elements are on
+/// their way.
 ///
 /// # Errors
 /// A tensor that the model does not have, that cannot be read, or with values that training cannot continue from; errors of the device.
-pub(crate) fn restore<D: Kernels>(engine: &mut Engine<D>, loaded: &mut Loaded, piece_elems: usize) -> Result<()> {
-    let (specs, arrays, mut buffer) = (engine.table().specs().to_vec(), engine.plan().optimizer().arrays(), Vec::new());
+pub(crate) fn restore<D: Kernels>(engine: &mut Engine<D>, loaded: &Loaded, piece_elems: usize) -> Result<()> {
+    let specs = engine.table().specs().to_vec();
     loaded.expect_tensors(specs.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
-    for spec in &specs {
-        for (part, piece) in pieces(arrays, spec.elems(), piece_elems) {
-            buffer.resize(piece.len(), 0.0);
-            loaded.read_state(&spec.name, part, piece.start, &mut buffer)?;
-            engine.write_state(part, spec.offset_elems + piece.start, &buffer)?;
-        }
-    }
-    Ok(())
+    loaded.for_each_piece(piece_elems, Loaded::read_state, |nth, part, start, elems| {
+        engine.write_state(part, specs[nth].offset_elems + start, elems)
+    })
 }
 
 /// The pieces of a tensor of `elems` elements: all of its parameters, then all of each further array.
@@ -171,7 +167,7 @@ mod tests {
             let path = save(&mut first, dir.path(), piece_elems);
             assert_eq!(digest_checkpoint(&path).unwrap(), whole, "saved in pieces of {piece_elems}");
             let mut second = engine(moments);
-            restore(&mut second, &mut checkpoint::open(&path).unwrap(), piece_elems).unwrap();
+            restore(&mut second, &checkpoint::open(&path).unwrap(), piece_elems).unwrap();
             assert_eq!(digest_by(&mut second, usize::MAX), whole, "restored in pieces of {piece_elems}");
         }
     }

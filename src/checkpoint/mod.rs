@@ -22,6 +22,7 @@ mod format;
 mod owned;
 mod part_files;
 pub(crate) mod parts;
+mod read_ahead;
 mod reader;
 mod sound;
 mod state_file;

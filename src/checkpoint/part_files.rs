@@ -28,8 +28,13 @@ impl PartFiles {
     ///
     /// # Errors
     /// The first that differs.
-    pub(super) fn verify(&mut self) -> Result<()> {
-        self.0.iter_mut().try_for_each(|(file, _)| file.for_each_chunk(|_| ()))
+    pub(super) fn verify(&self) -> Result<()> {
+        self.0.iter().try_for_each(|(file, _)| file.for_each_chunk(|_| ()))
+    }
+
+    /// The same files, opened again for another thread.
+    pub(super) fn reopened(&self) -> Result<Self> {
+        self.0.iter().map(|(file, own)| Ok((file.reopened()?, own.clone()))).collect::<Result<_>>().map(Self)
     }
 
     /// Reads elements of the flat order from `start` on.

@@ -2,6 +2,7 @@
 
 use super::format::{FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry};
 use super::part_files::{PartFiles, start_of};
+use super::read_ahead::{self, PIECES, READERS};
 use super::state_file::{StateFile, open_sized};
 use crate::error::{Error, Result};
 use crate::optim::PIECE_ELEMS;
@@ -42,9 +43,9 @@ pub fn open(dir: &Path) -> Result<Loaded> {
 /// # Errors
 /// The first thing that is wrong, with the file and the place.
 pub fn verify(dir: &Path) -> Result<Manifest> {
-    let mut loaded = open(dir)?;
+    let loaded = open(dir)?;
     loaded.manifest.files.iter().try_for_each(|entry| read_file(&dir.join(MODEL).join(&entry.name), entry).map(drop))?;
-    match &mut loaded.state {
+    match &loaded.state {
         StateSource::Whole(file) => file.for_each_chunk(|_| ())?,
         StateSource::Parts(files) => files.verify()?,
     }
@@ -52,6 +53,18 @@ pub fn verify(dir: &Path) -> Result<Manifest> {
 }
 
 impl Loaded {
+    /// The same checkpoint, with its files opened again for another thread.
+    ///
+    /// # Errors
+    /// A file that is missing or has another size by now.
+    pub(super) fn reopened(&self) -> Result<Self> {
+        let state = match &self.state {
+            StateSource::Whole(file) => StateSource::Whole(file.reopened()?),
+            StateSource::Parts(files) => StateSource::Parts(files.reopened()?),
+        };
+        Ok(Self { dir: self.dir.clone(), manifest: self.manifest.clone(), state })
+    }
+
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -142,23 +155,47 @@ impl Loaded {
         found.ok_or_else(|| Error::format(self.state_path(), format_args!("holds no tensor {name}")))
     }
 
-    /// Gives the state to `visit` as `state.bin` holds it, in order, checked.
-    pub(super) fn for_each_byte(&mut self, mut visit: impl FnMut(&[u8])) -> Result<()> {
-        if let StateSource::Whole(file) = &mut self.state {
+    /// Gives the state to `visit` as `state.bin` holds it, in order, checked. Several threads read.
+    pub(super) fn for_each_byte(&self, mut visit: impl FnMut(&[u8])) -> Result<()> {
+        if let StateSource::Whole(file) = &self.state {
             return file.for_each_chunk(visit);
         }
-        let (arrays, tensors, mut buffer) = (self.manifest.arrays(), self.manifest.tensors.clone(), Vec::new());
-        for (tensor, part) in tensors.iter().flat_map(|tensor| arrays.parts().map(move |part| (tensor, part))) {
-            for start in (0..tensor.elems as usize).step_by(PIECE_ELEMS) {
-                buffer.resize(PIECE_ELEMS.min(tensor.elems as usize - start), 0.0);
-                self.read_elems(&tensor.name, part, start, &mut buffer)?;
-                arrays[part].stored(&buffer, |bytes| {
-                    visit(bytes);
-                    Ok(())
-                })?;
-            }
-        }
-        Ok(())
+        let arrays = self.manifest.arrays();
+        self.for_each_piece(PIECE_ELEMS, Self::read_elems, |_, part, _, elems| {
+            arrays[part].stored(elems, |bytes| {
+                visit(bytes);
+                Ok(())
+            })
+        })
+    }
+
+    /// Reads the state in canonical order by `read`, with several threads that together hold at most `piece_elems` elements. `take` gets the
+    /// number of a tensor, a part of its state, the first element and the elements.
+    ///
+    /// # Errors
+    /// The first error in canonical order, of `read` or of `take`; `Resource` when no thread can be started.
+    pub(super) fn for_each_piece(
+        &self,
+        piece_elems: usize,
+        read: impl Fn(&mut Self, &str, StatePart, usize, &mut [f32]) -> Result<()> + Sync,
+        mut take: impl FnMut(usize, StatePart, usize, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        let (arrays, tensors, each) = (self.manifest.arrays(), &self.manifest.tensors, (piece_elems / PIECES).max(1));
+        let of = |(nth, tensor): (usize, &TensorEntry)| {
+            let elems = tensor.elems as usize;
+            arrays.parts().flat_map(move |part| (0..elems).step_by(each).map(move |start| (nth, part, start..elems.min(start + each))))
+        };
+        let pieces: Vec<_> = tensors.iter().enumerate().flat_map(of).collect();
+        let readers = (0..READERS).map(|_| self.reopened()).collect::<Result<Vec<_>>>()?;
+        let fill = |loaded: &mut Self, piece: usize, elems: &mut Vec<f32>| {
+            let (nth, part, range) = &pieces[piece];
+            elems.resize(range.len(), 0.0);
+            read(loaded, &tensors[*nth].name, *part, range.start, elems)
+        };
+        read_ahead::in_order(readers, pieces.len(), fill, |piece, elems| {
+            let (nth, part, range) = &pieces[piece];
+            take(*nth, *part, range.start, elems)
+        })
     }
 }
 

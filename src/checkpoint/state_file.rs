@@ -1,9 +1,12 @@
 //! A file of state: bytes in chunks with a checksum each, written once and read in any order. Every returned byte was verified.
 
 use super::format::CHUNK_BYTES;
+use super::read_ahead::{self, READERS};
 use crate::disk::{Dir, FileId, InFile, OutFile};
 use crate::error::{Error, Result};
+use std::mem;
 use std::path::Path;
+use std::sync::Arc;
 
 /// One that is being written, through a buffer of one chunk.
 pub(super) struct StateWriter {
@@ -56,7 +59,7 @@ pub(super) struct WrittenState {
 pub(super) struct StateFile {
     file: InFile,
     bytes: u64,
-    crc32c: Vec<u32>,
+    crc32c: Arc<[u32]>,
     /// Content of `current`, the chunk read last.
     chunk: Vec<u8>,
     current: Option<usize>,
@@ -65,19 +68,27 @@ pub(super) struct StateFile {
 impl StateFile {
     /// The file at `path`, of `bytes` bytes, in chunks with these checksums.
     pub(super) fn open(path: &Path, bytes: u64, crc32c: Vec<u32>) -> Result<Self> {
-        Ok(Self { file: open_sized(path, bytes)?, bytes, crc32c, chunk: Vec::new(), current: None })
+        Ok(Self { file: open_sized(path, bytes)?, bytes, crc32c: crc32c.into(), chunk: Vec::new(), current: None })
+    }
+
+    /// The same file, opened again for another thread.
+    pub(super) fn reopened(&self) -> Result<Self> {
+        let file = open_sized(self.path(), self.bytes)?;
+        Ok(Self { file, bytes: self.bytes, crc32c: self.crc32c.clone(), chunk: Vec::new(), current: None })
     }
 
     pub(super) fn path(&self) -> &Path {
         self.file.path()
     }
 
-    /// Gives every chunk to `visit`, in order, checked.
-    pub(super) fn for_each_chunk(&mut self, mut visit: impl FnMut(&[u8])) -> Result<()> {
-        for idx in 0..self.crc32c.len() {
-            visit(self.load_chunk(idx)?);
-        }
-        Ok(())
+    /// Gives every chunk to `visit`, in order, checked. Several threads read.
+    pub(super) fn for_each_chunk(&self, mut visit: impl FnMut(&[u8])) -> Result<()> {
+        let readers = (0..READERS).map(|_| self.reopened()).collect::<Result<Vec<_>>>()?;
+        let read = |file: &mut Self, idx, chunk: &mut Vec<u8>| file.read_chunk(idx, chunk);
+        read_ahead::in_order(readers, self.crc32c.len(), read, |_, chunk| {
+            visit(chunk);
+            Ok(())
+        })
     }
 
     pub(super) fn read_at(&mut self, mut offset: u64, mut out: &mut [u8]) -> Result<()> {
@@ -96,17 +107,26 @@ impl StateFile {
     fn load_chunk(&mut self, idx: usize) -> Result<&[u8]> {
         if self.current != Some(idx) {
             self.current = None;
-            let start = idx as u64 * CHUNK_BYTES as u64;
-            let bytes = (self.bytes - start).min(CHUNK_BYTES as u64) as usize;
-            self.chunk.resize(bytes, 0);
-            self.file.read_at(start, &mut self.chunk)?;
-            if crc32c::crc32c(&self.chunk) != self.crc32c[idx] {
-                let cause = format_args!("damaged: the checksum of bytes {start}..{} differs", start + bytes as u64);
-                return Err(Error::format(self.file.path(), cause));
-            }
+            let mut chunk = mem::take(&mut self.chunk);
+            let read = self.read_chunk(idx, &mut chunk);
+            self.chunk = chunk;
+            read?;
             self.current = Some(idx);
         }
         Ok(&self.chunk)
+    }
+
+    /// Reads a chunk and compares its checksum.
+    fn read_chunk(&self, idx: usize, chunk: &mut Vec<u8>) -> Result<()> {
+        let start = idx as u64 * CHUNK_BYTES as u64;
+        let bytes = (self.bytes - start).min(CHUNK_BYTES as u64) as usize;
+        chunk.resize(bytes, 0);
+        self.file.read_at(start, chunk)?;
+        if crc32c::crc32c(chunk) == self.crc32c[idx] {
+            return Ok(());
+        }
+        let cause = format_args!("damaged: the checksum of bytes {start}..{} differs", start + bytes as u64);
+        Err(Error::format(self.file.path(), cause))
     }
 }
 

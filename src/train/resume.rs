@@ -149,13 +149,13 @@ impl Accepted {
     ///
     /// # Errors
     /// A tensor that the model does not have or that cannot be read; the device's.
-    pub(super) fn restore<D: Kernels>(mut self, engine: &mut Engine<D>) -> Result<DataPosition> {
+    pub(super) fn restore<D: Kernels>(self, engine: &mut Engine<D>) -> Result<DataPosition> {
         let trainer = &self.loaded.manifest().trainer;
         let mut loss_scale = LossScale::new(engine.plan().recipe.numerics.dtype);
         loss_scale.restore(trainer.loss_scale.scale, trainer.loss_scale.good_steps);
         // Before the state: moments of another format are rounded as that step rounds.
         engine.resume(trainer.step, trainer.optimizer_step, loss_scale, self.history, self.clip_memory)?;
-        engine_state::restore(engine, &mut self.loaded, PIECE_ELEMS)?;
+        engine_state::restore(engine, &self.loaded, PIECE_ELEMS)?;
         engine.send_weights()?;
         Ok(self.position)
     }

@@ -171,12 +171,12 @@ impl UseEngine for Writing<'_> {
     fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<Vec<String>> {
         match self.from {
             WeightSource::Seed(seed) => engine.init_state(seed, engine.plan().site.threads)?,
-            WeightSource::Checkpoint(mut loaded) => {
+            WeightSource::Checkpoint(loaded) => {
                 let (step, optimizer_step) = (loaded.manifest().trainer.step, loaded.manifest().trainer.optimizer_step);
                 let loss_scale = LossScale::new(engine.plan().recipe.numerics.dtype);
                 let clip_memory = engine.clip_memory().clone();
                 engine.resume(step, optimizer_step, loss_scale, SpeculationHistory::default(), clip_memory)?;
-                engine_state::restore(&mut engine, &mut loaded, PIECE_ELEMS)?;
+                engine_state::restore(&mut engine, &loaded, PIECE_ELEMS)?;
             }
         }
         engine.send_weights()?;
