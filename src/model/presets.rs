@@ -1,6 +1,7 @@
 //! Configurations that ship with the program: shapes for benchmarks and comparisons, without weights.
 
 use super::shape::ModelShape;
+use super::weights::ModelWeights;
 use crate::error::{Error, Result};
 use crate::model_dir::{CONFIG, ModelDir};
 use std::path::Path;
@@ -31,7 +32,7 @@ pub const PRESETS: [(&str, &str); 15] = [
 /// flag for messages.
 ///
 /// # Errors
-/// `Usage` when `config` is neither; errors of [`ModelDir::file`] and [`ModelShape::read`].
+/// `Usage` when `config` is neither; errors of [`ModelDir::file`], [`ModelShape::read`] and [`ModelWeights::decided_tie`].
 pub fn shape(flag: &str, config: &Path) -> Result<ModelShape> {
     if let Some((_, text)) = PRESETS.iter().find(|(name, _)| Path::new(name) == config) {
         return ModelShape::parse(text, config);
@@ -40,7 +41,11 @@ pub fn shape(flag: &str, config: &Path) -> Result<ModelShape> {
         let names = PRESETS.map(|(name, _)| name).join(", ");
         return Err(Error::usage(format!("--{flag} {}: neither a file nor one of {names}", config.display())));
     }
-    if config.is_dir() { ModelShape::read(&ModelDir::open(config)?.file(CONFIG)?) } else { ModelShape::read(config) }
+    if !config.is_dir() {
+        return ModelShape::read(config);
+    }
+    let dir = ModelDir::open(config)?;
+    ModelWeights::decided_tie(&dir, ModelShape::read(&dir.file(CONFIG)?)?)
 }
 
 #[cfg(test)]
