@@ -204,13 +204,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.u16.bin");
         std::fs::write(&path, bytemuck::cast_slice(&[1u16, 2, 9, 3])).unwrap();
-        let open = |media: &[MediaToken], checked: &mut CheckedFiles| {
-            TokenFile::open(&path, (10, media), checked, &mut Preparation::default()).map(|file| file.tokens())
+        let open = |media: &[MediaToken]| {
+            let mut checked = CheckedFiles::load(Some(dir.path()));
+            let opened = TokenFile::open(&path, (10, media), &mut checked, &mut Preparation::default())?;
+            checked.save().map(|()| opened.tokens())
         };
-        let (mut checked, image) = (CheckedFiles::default(), |id| MediaToken { key: "image_token_id", id });
-        assert_eq!(open(&[], &mut checked).unwrap(), 4);
-        assert_eq!(open(&[image(7)], &mut checked).unwrap(), 4);
-        let message = open(&[image(7), image(9)], &mut checked).unwrap_err().to_string();
+        let image = |id| MediaToken { key: "image_token_id", id };
+        assert_eq!((open(&[]).unwrap(), open(&[image(7)]).unwrap()), (4, 4));
+        let message = open(&[image(7), image(9)]).unwrap_err().to_string();
         assert!(message.contains("a.u16.bin: byte offset 4: a token has id 9, which is image_token_id in config.json"), "{message}");
     }
 
