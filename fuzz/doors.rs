@@ -103,8 +103,9 @@ fn settings(path: &Path) {
 /// The weights in `dir` of a model that `config` describes.
 pub fn load_weights(config: &str, dir: &Path) -> Result<Vec<f32>> {
     let shape = ModelShape::parse(config, Path::new("config.json")).expect("the door's model");
-    let mut flat = vec![0.0; TensorTable::new(&shape).flat_elems()];
-    ModelWeights::open(dir, &shape)?.read(|start, block| {
+    let weights = ModelWeights::open(dir, &shape)?;
+    let mut flat = vec![0.0; TensorTable::new(weights.shape()).flat_elems()];
+    weights.read(|start, block| {
         flat[start..start + block.len()].copy_from_slice(block);
         Ok(())
     })?;

@@ -34,12 +34,21 @@ fn tensors(dir: &Path) -> Tensors {
     all
 }
 
-/// The same, each number of float32 as the nearest of bfloat16.
+/// Whether training carries the tensor `name` over.
+fn is_carried(name: &str) -> bool {
+    ["visual.", "vision_tower.", "multi_modal_projector."].iter().any(|begin| name.trim_start_matches("model.").starts_with(begin))
+}
+
+/// The same, each number of a trained tensor of float32 as the nearest of bfloat16.
 fn rounded(tensors: &Tensors) -> Tensors {
     let narrow = |data: &[u8]| -> Vec<u8> {
         data.chunks_exact(4).flat_map(|x| bf16::from_f32(bytemuck::pod_read_unaligned::<f32>(x)).to_le_bytes()).collect()
     };
-    tensors.iter().map(|(name, (_, shape, data))| (name.clone(), (Dtype::BF16, shape.clone(), narrow(data)))).collect()
+    let round = |(name, tensor): (&String, &(Dtype, Vec<usize>, Vec<u8>))| match tensor {
+        carried if is_carried(name) => (name.clone(), carried.clone()),
+        (_, shape, data) => (name.clone(), (Dtype::BF16, shape.clone(), narrow(data))),
+    };
+    tensors.iter().map(round).collect()
 }
 
 /// `config.json` in `dir`, but for the format of weights, and for the old names of rotations where it has the new ones.

@@ -64,6 +64,7 @@ mod support;
 mod sweep;
 mod tensorboard;
 mod terminal;
+mod text_parts;
 mod tokenizers;
 mod tokens_per_step;
 mod trl;

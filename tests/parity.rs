@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use superoffload::internals::data::{Batch, Batches};
 use superoffload::internals::device::CpuDevice;
 use superoffload::internals::engine::{Counts, Engine};
-use superoffload::internals::model::{LossTile, ModelShape, ModelWeights, TensorTable};
+use superoffload::internals::model::{LossTile, ModelShape, ModelWeights, TensorTable, presets};
 use superoffload::internals::planner::Machine;
 use superoffload::{Plan, Result};
 
@@ -46,7 +46,7 @@ struct Golden {
 impl Golden {
     fn read(family: &str) -> Self {
         let (dir, family) = (golden_dir().join(family), family.to_string());
-        let shape = ModelShape::read(&dir.join("config.json")).unwrap();
+        let shape = presets::shape(&dir).unwrap();
         Self { family, bytes: std::fs::read(dir.join("golden.safetensors")).unwrap(), table: TensorTable::new(&shape), shape, dir }
     }
 

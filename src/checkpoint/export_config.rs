@@ -11,6 +11,11 @@ const BESIDE: [&str; 2] = [THETA, "partial_rotary_factor"];
 /// The base of layers that slide, as version 4 of models with two rotations names it.
 const LOCAL_THETA: &str = "rope_local_base_freq";
 
+/// The text of a JSON file.
+pub(super) fn pretty(value: &Value) -> Vec<u8> {
+    format!("{value:#}\n").into_bytes()
+}
+
 /// Adds the old names of keys that `config` has under new names; existing old names stay.
 pub(super) fn add_old_names(config: &mut Map<String, Value>) {
     let Some(Value::Object(new)) = config.get(NEW).cloned() else { return };

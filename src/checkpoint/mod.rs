@@ -12,11 +12,13 @@
 //! or absent. Every byte of it is under a CRC32C, and [`verify`] reads all of them before anything is restored.
 
 pub(crate) mod best;
+pub(crate) mod carried;
 pub(crate) mod digest;
 pub(crate) mod engine_state;
 pub(crate) mod export;
 mod export_config;
 mod export_dir;
+mod export_tensors;
 mod find;
 mod format;
 mod owned;

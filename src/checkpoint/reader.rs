@@ -5,6 +5,9 @@ use super::part_files::{PartFiles, start_of};
 use super::read_ahead::{self, PIECES, READERS};
 use super::state_file::{StateFile, open_sized};
 use crate::error::{Error, Result};
+use crate::model::shape::ModelShape;
+use crate::model::tensors::HEAD;
+use crate::model_dir::CONFIG;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::state_array::StatePart;
 use std::path::{Path, PathBuf};
@@ -81,6 +84,19 @@ impl Loaded {
 
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
+    }
+
+    /// The shape that the checkpoint's `config.json` describes, with the output matrix apart from the embedding where the checkpoint has it.
+    ///
+    /// # Errors
+    /// Errors of [`ModelShape::read`].
+    pub(crate) fn shape(&self) -> Result<ModelShape> {
+        Ok(self.as_trained(ModelShape::read(&self.model_dir().join(CONFIG))?))
+    }
+
+    /// `shape` of the model's configuration, with the output matrix apart from the embedding where the checkpoint has it.
+    pub(crate) fn as_trained(&self, shape: ModelShape) -> ModelShape {
+        shape.untied_if(self.manifest.tensors.iter().any(|tensor| tensor.name == HEAD))
     }
 
     /// Compares the tensor list with a model's: the same names and shapes in the same order.

@@ -35,7 +35,7 @@ pub(super) fn trainer(step: u64) -> TrainerState {
 }
 
 /// Two tensors that chunks of 1 MiB cut at odd places, an empty one, and every kind of float.
-fn tensors(seed: u64) -> Vec<Tensor> {
+pub(super) fn tensors(seed: u64) -> Vec<Tensor> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let special = [0x7fc0_1234, 0xff80_0001, 0x8000_0000, 1, 0x807f_ffff, 0x7f80_0000];
     let mut part = |elems: usize| -> Vec<f32> {

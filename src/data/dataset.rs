@@ -368,7 +368,7 @@ fn open_stream(
             stream.push(text.clone(), begin..end);
             begin = end;
         } else {
-            let tokens = Tokens::File(TokenFile::open(path, vocab_size, &mut checked, preparation)?);
+            let tokens = Tokens::File(TokenFile::open(path, (vocab_size, tokenizer.media_tokens()), &mut checked, preparation)?);
             stream.push_all(tokens);
         }
     }

@@ -130,10 +130,18 @@ fn is_companion(name: &str) -> bool {
     let is_text = [".json", ".jinja", ".txt", ".model"].iter().any(|end| name.ends_with(end));
     let begins = ["tokenizer", "chat_template"].iter().any(|begin| name.starts_with(begin));
     let names = ["config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"];
+    let of_media = [
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+        "tekken.json",
+        "params.json",
+        "configuration.json",
+    ];
     let additional = name.strip_prefix(ADDITIONAL_TEMPLATES).and_then(|rest| rest.strip_prefix('/'));
     match additional {
         Some(template) => template.ends_with(".jinja") && !template.contains('/'),
-        None => !name.contains('/') && (names.contains(&name) || begins && is_text),
+        None => !name.contains('/') && (names.contains(&name) || of_media.contains(&name) || begins && is_text),
     }
 }
 

@@ -84,6 +84,8 @@ pub(crate) struct Proposal {
     loss_tile: Option<LossTile>,
     long_sums: Option<LongSums>,
     expert_products: ExpertProductsChoice,
+    /// Whether the token embedding is also the output matrix, which the weights decide.
+    tied: bool,
     /// Names and values of the facts in which a plan that follows this proposal must agree.
     facts: Vec<(String, String)>,
     /// Name of a temporary directory below the output directory, which shows whether all processes share a file system. Empty if the run
@@ -167,7 +169,7 @@ impl ProcessGroup {
         // Invalid numbers from a damaged process 0 must be an error here, not a panic in the planner.
         proposed.check().map_err(|e| Error::format("the proposal of process 0", e))?;
         let (launch, settings) = self.launcher(&proposed)?;
-        let plan = launch.plan(&settings, shape, false)?;
+        let plan = launch.plan(&settings, &shape.clone().untied_if(!proposal.tied), false)?;
         expect_alike(&self.links, &proposal.facts, &facts(&plan))?;
         Ok(Ok((launch, plan, proposal)))
     }
@@ -188,6 +190,7 @@ impl Proposal {
             loss_tile: kernels.loss_tile,
             long_sums: kernels.long_sums,
             expert_products: kernels.experts,
+            tied: plan.recipe.model.tied,
             facts: facts(plan),
             meeting_place,
         }

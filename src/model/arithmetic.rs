@@ -25,6 +25,7 @@ impl ModelShape {
             tied,
             init_std: _,
             ignored_dropout: _,
+            media_tokens: _,
         } = self;
         let fields = [
             ("vocab_size", json!(vocab)),

@@ -9,6 +9,9 @@ mod keys;
 mod rope;
 #[cfg(test)]
 mod tests;
+mod text_part;
+#[cfg(test)]
+mod text_part_tests;
 mod windows;
 
 use super::family::{Family, FamilySpec, Missing, Multipliers, Rotates, ScaleRule};
@@ -58,7 +61,13 @@ fn parse(text: &str, path: &Path) -> Result<ModelShape> {
     let keys = Keys { map: &map, path, within: "" };
     let family = family(&keys)?;
     keys.refuse_unsupported(family.spec())?;
-    let shape = read_shape(&keys, family)?;
+    let shape = match family.text_part() {
+        None => read_shape(&keys, family)?,
+        Some(part) => text_part::decoder(&keys, part, |keys| {
+            keys.refuse_unsupported(family.spec())?;
+            read_shape(keys, family)
+        })?,
+    };
     let params = TensorTable::new(&shape).params();
     if params > PARAMS_MAX {
         return Err(Error::format(path, format_args!("these sizes make {params} parameters, more than {PARAMS_MAX}")));
@@ -115,6 +124,7 @@ fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
         tied: keys.flag("tie_word_embeddings", spec.tied)?,
         init_std: keys.number("initializer_range", Some(0.02), 0.0, 100.0)? as f32,
         ignored_dropout: keys.dropout()?,
+        media_tokens: Vec::new(),
     })
 }
 

@@ -1,6 +1,9 @@
 //! The differences between the supported families, as one table.
 
+mod text_parts;
+
 use super::layer_shape::{Act, NormKind, QkSpan};
+use super::text_part::TextPart;
 use std::fmt;
 
 /// A family of decoders, given by its row of the table.
@@ -130,6 +133,8 @@ pub(crate) struct SizeKeys {
 #[derive(Debug)]
 pub(crate) struct Names {
     pub prefix: &'static str,
+    /// The output matrix, which has no prefix in common with the other tensors.
+    pub(crate) head: &'static str,
     pub wte: &'static str,
     pub layers: &'static str,
     pub(crate) final_norm: &'static str,
@@ -217,6 +222,8 @@ pub(crate) struct FamilySpec {
     /// Whether attention has sinks.
     pub(crate) sinks: bool,
     pub(crate) moe: Option<MoeSpec>,
+    /// How files hold this decoder as the text part of a multimodal model; `None`: the model is text only.
+    pub(crate) text_part: Option<TextPart>,
 }
 
 const LLAMA_KEYS: SizeKeys = SizeKeys {
@@ -249,6 +256,7 @@ const GEMMA_KEYS: SizeKeys = SizeKeys { activation: "hidden_activation", ..LLAMA
 
 const LLAMA_NAMES: Names = Names {
     prefix: "model.",
+    head: "lm_head.weight",
     wte: "embed_tokens",
     layers: "layers",
     final_norm: "norm",
@@ -292,6 +300,7 @@ const GLM4_NAMES: Names = Names {
 
 const GPT2_NAMES: Names = Names {
     prefix: "transformer.",
+    head: "lm_head.weight",
     wte: "wte",
     layers: "h",
     final_norm: "ln_f",
@@ -337,6 +346,37 @@ const LLAMA: FamilySpec = FamilySpec {
     interleaved: false,
     sinks: false,
     moe: None,
+    text_part: None,
+};
+
+const MISTRAL: FamilySpec = FamilySpec {
+    architecture: "MistralForCausalLM",
+    qkv_bias: Presence::Never,
+    out_bias: Presence::Never,
+    mlp_bias: Presence::Never,
+    kv_heads: Missing::Refuse,
+    window: WindowRule::All(Some(4096)),
+    ..LLAMA
+};
+
+const QWEN2: FamilySpec = FamilySpec {
+    architecture: "Qwen2ForCausalLM",
+    qkv_bias: Presence::Always,
+    out_bias: Presence::Never,
+    mlp_bias: Presence::Never,
+    kv_heads: Missing::Refuse,
+    window: WindowRule::ByType(QWEN_TYPES),
+    ..LLAMA
+};
+
+const QWEN3: FamilySpec = FamilySpec {
+    architecture: "Qwen3ForCausalLM",
+    mlp_bias: Presence::Never,
+    qk_norm: Some(QkSpan::Head),
+    kv_heads: Missing::Refuse,
+    head_dim: Missing::Refuse,
+    window: WindowRule::ByType(QWEN_TYPES),
+    ..LLAMA
 };
 
 const OLMO2: FamilySpec =
@@ -359,6 +399,16 @@ const GEMMA2: FamilySpec = FamilySpec {
     ..LLAMA
 };
 
+const GEMMA3: FamilySpec = FamilySpec {
+    architecture: "Gemma3ForCausalLM",
+    qk_norm: Some(QkSpan::Head),
+    window: WindowRule::ByType(TypeRule { switch: false, missing_types: Pattern::NotEvery(6), missing_window: Some(4096) }),
+    rotates: Rotates::ByType(LocalRope { key: Some("rope_local_base_freq"), theta: 10_000.0 }),
+    rope_theta: 1_000_000.0,
+    softcaps: Some(Softcaps { scores: None, logits: None }),
+    ..GEMMA2
+};
+
 static FAMILIES: &[FamilySpec] = &[
     FamilySpec {
         architecture: "GPT2LMHeadModel",
@@ -376,33 +426,9 @@ static FAMILIES: &[FamilySpec] = &[
         ..LLAMA
     },
     LLAMA,
-    FamilySpec {
-        architecture: "MistralForCausalLM",
-        qkv_bias: Presence::Never,
-        out_bias: Presence::Never,
-        mlp_bias: Presence::Never,
-        kv_heads: Missing::Refuse,
-        window: WindowRule::All(Some(4096)),
-        ..LLAMA
-    },
-    FamilySpec {
-        architecture: "Qwen2ForCausalLM",
-        qkv_bias: Presence::Always,
-        out_bias: Presence::Never,
-        mlp_bias: Presence::Never,
-        kv_heads: Missing::Refuse,
-        window: WindowRule::ByType(QWEN_TYPES),
-        ..LLAMA
-    },
-    FamilySpec {
-        architecture: "Qwen3ForCausalLM",
-        mlp_bias: Presence::Never,
-        qk_norm: Some(QkSpan::Head),
-        kv_heads: Missing::Refuse,
-        head_dim: Missing::Refuse,
-        window: WindowRule::ByType(QWEN_TYPES),
-        ..LLAMA
-    },
+    MISTRAL,
+    QWEN2,
+    QWEN3,
     FamilySpec {
         architecture: "Phi3ForCausalLM",
         names: &PHI3_NAMES,
@@ -471,15 +497,7 @@ static FAMILIES: &[FamilySpec] = &[
         ..LLAMA
     },
     GEMMA2,
-    FamilySpec {
-        architecture: "Gemma3ForCausalLM",
-        qk_norm: Some(QkSpan::Head),
-        window: WindowRule::ByType(TypeRule { switch: false, missing_types: Pattern::NotEvery(6), missing_window: Some(4096) }),
-        rotates: Rotates::ByType(LocalRope { key: Some("rope_local_base_freq"), theta: 10_000.0 }),
-        rope_theta: 1_000_000.0,
-        softcaps: Some(Softcaps { scores: None, logits: None }),
-        ..GEMMA2
-    },
+    GEMMA3,
     FamilySpec {
         architecture: "Qwen3MoeForCausalLM",
         mlp_bias: Presence::Never,
@@ -561,9 +579,8 @@ const INEXPRESSIBLE: &[(&str, &str)] = &[
     ("DeepseekV2ForCausalLM", "latent attention"),
     ("DeepseekV3ForCausalLM", "latent attention"),
     ("Llama4ForCausalLM", "chunked attention and scaled queries"),
-    ("Llama4ForConditionalGeneration", "images"),
-    ("Gemma3ForConditionalGeneration", "images"),
-    ("Mistral3ForConditionalGeneration", "images"),
+    ("Llama4ForConditionalGeneration", "chunked attention and scaled queries"),
+    ("Qwen3VLMoeForConditionalGeneration", "experts that files stack in one tensor without biases"),
     ("Qwen3NextForCausalLM", "linear attention"),
     ("JambaForCausalLM", "state space layers"),
 ];
@@ -579,7 +596,7 @@ impl Family {
     }
 
     pub(crate) fn find(architecture: &str) -> Option<Self> {
-        FAMILIES.iter().find(|spec| spec.architecture == architecture).map(Self)
+        FAMILIES.iter().chain(&text_parts::ROWS).find(|spec| spec.architecture == architecture).map(Self)
     }
 
     /// The missing feature for `architecture`, if it is a known unsupported family.
@@ -587,9 +604,14 @@ impl Family {
         INEXPRESSIBLE.iter().find(|(name, _)| *name == architecture).map(|(_, lacking)| *lacking)
     }
 
+    /// How files hold this decoder as the text part of a multimodal model, if they do.
+    pub(crate) fn text_part(self) -> Option<&'static TextPart> {
+        self.0.text_part.as_ref()
+    }
+
     /// All supported architectures.
     pub(crate) fn architectures() -> impl Iterator<Item = &'static str> {
-        FAMILIES.iter().map(|spec| spec.architecture)
+        FAMILIES.iter().chain(&text_parts::ROWS).map(|spec| spec.architecture)
     }
 }
 

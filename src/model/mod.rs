@@ -35,6 +35,7 @@ mod sized_allocator;
 pub(crate) mod tensors;
 #[cfg(test)]
 mod tests;
+pub(crate) mod text_part;
 pub(crate) mod weights;
 
 use crate::device::{DeviceSlice, Embed, Kernels, Stream};

@@ -1,6 +1,7 @@
 //! Configurations that ship with the program: shapes for benchmarks and comparisons, without weights.
 
 use super::shape::ModelShape;
+use super::weights::ModelWeights;
 use crate::error::{Error, Result};
 use crate::model_dir::{CONFIG, ModelDir};
 use std::path::Path;
@@ -35,7 +36,7 @@ pub(crate) fn names() -> String {
 /// The shape of the preset named by `config`, or of the `config.json` or model directory at the path `config`. Messages name --model.
 ///
 /// # Errors
-/// `Usage` when `config` is neither; errors of [`ModelDir::file`] and [`ModelShape::read`].
+/// `Usage` when `config` is neither; errors of [`ModelDir::file`], [`ModelShape::read`] and [`ModelWeights::decided_tie`].
 pub fn shape(config: &Path) -> Result<ModelShape> {
     if let Some((_, text)) = PRESETS.iter().find(|(name, _)| Path::new(name) == config) {
         return ModelShape::parse(text, config);
@@ -43,7 +44,11 @@ pub fn shape(config: &Path) -> Result<ModelShape> {
     if !config.exists() {
         return Err(Error::usage(format!("--model {}: neither a file nor one of {}", config.display(), names())));
     }
-    if config.is_dir() { ModelShape::read(&ModelDir::open(config)?.file(CONFIG)?) } else { ModelShape::read(config) }
+    if !config.is_dir() {
+        return ModelShape::read(config);
+    }
+    let dir = ModelDir::open(config)?;
+    ModelWeights::decided_tie(&dir, ModelShape::read(&dir.file(CONFIG)?)?)
 }
 
 #[cfg(test)]

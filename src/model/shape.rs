@@ -3,6 +3,7 @@
 use super::family::Family;
 use super::heads::{HeadShare, SequenceRank};
 use super::layer_shape::{Attn, LayerShape, NormSpec};
+use crate::data::encode::media_token::MediaToken;
 use crate::device::AttentionShape;
 use crate::dtype::Dtype;
 
@@ -120,12 +121,15 @@ pub struct ModelShape {
     pub(crate) init_std: f32,
     /// Non-zero dropout probabilities of the file, as `key = value`. Training here has no dropout.
     pub(crate) ignored_dropout: Vec<String>,
+    /// Tokens that stand for images, sound or video, which the text part alone does not process.
+    pub(crate) media_tokens: Vec<MediaToken>,
 }
 
 impl ModelShape {
-    /// Prefix of all tensor names except `lm_head.weight`; files saved from the bare model do not have it.
-    pub(crate) fn base_prefix(&self) -> &'static str {
-        self.family.spec().names.prefix
+    /// This model with an output matrix apart from the token embedding, if `has_head`. The tensors decide where a configuration ties two
+    /// tensors that differ.
+    pub(crate) fn untied_if(self, has_head: bool) -> Self {
+        Self { tied: self.tied && !has_head, ..self }
     }
 
     /// Attention of `layer` over `batch` sequences of `seq_length` tokens.

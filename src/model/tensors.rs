@@ -14,6 +14,9 @@ pub(crate) const TENSOR_ALIGN_ELEMS: usize = 128;
 /// The flat length is a multiple of this many elements: one block of the gradient norm.
 pub(crate) const FLAT_ALIGN_ELEMS: usize = crate::optim::norm::BLOCK;
 
+/// Name in this program of an output matrix that is not the token embedding.
+pub(crate) const HEAD: &str = "lm_head";
+
 /// A step of the forward and of the backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Module {
@@ -109,7 +112,7 @@ impl Role {
             (Self::MlpOutBias, _) => "mlp.down.bias",
             (Self::FinalNorm, _) => "final_norm",
             (Self::FinalNormBias, _) => "final_norm.bias",
-            (Self::LmHead, _) => "lm_head",
+            (Self::LmHead, _) => HEAD,
         }
     }
 }
@@ -408,10 +411,10 @@ impl TableBuilder<'_> {
     }
 
     fn head(&mut self) {
-        let Names { prefix, final_norm, .. } = *self.names;
+        let Names { prefix, head, final_norm, .. } = *self.names;
         let ModelShape { vocab, channels, tied, final_norm: norm, .. } = *self.shape;
         if !tied {
-            self.whole(Module::Head, Role::LmHead, vec![vocab, channels], self.matrix_init(), "lm_head.weight".into());
+            self.whole(Module::Head, Role::LmHead, vec![vocab, channels], self.matrix_init(), head.into());
         }
         self.norm(Module::Head, norm, (Role::FinalNorm, Role::FinalNormBias), Some(format!("{prefix}{final_norm}")));
     }
@@ -537,6 +540,15 @@ mod tests {
     use super::*;
     use std::path::Path;
 
+    /// The configuration `text`, with its keys in `text_config` too if the family may read them there.
+    fn nested(architecture: &str, text: &str) -> String {
+        let mut config: serde_json::Value = serde_json::from_str(text).unwrap();
+        if Family::find(architecture).unwrap().text_part().is_some() {
+            config["text_config"] = config.clone();
+        }
+        config.to_string()
+    }
+
     fn shape(architecture: &str) -> ModelShape {
         let experts = match Family::find(architecture).unwrap().spec().moe {
             None => "",
@@ -549,7 +561,7 @@ mod tests {
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
             "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-5{experts}}}"#
         );
-        ModelShape::parse(&text, Path::new("config.json")).unwrap()
+        ModelShape::parse(&nested(architecture, &text), Path::new("config.json")).unwrap()
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! Weights stream through a small buffer in both directions. Files are not memory-mapped, so a file that shrinks while it is read causes an
 //! error and not a signal.
 
+pub(crate) mod carried;
 mod load;
 mod mxfp4;
 pub(crate) mod safetensors;
@@ -11,6 +12,7 @@ pub use load::ModelWeights;
 
 use crate::disk::{self, is_plain_file_name};
 use crate::error::{Error, Result};
+use crate::model::family::Family;
 use crate::model::tensors::{HfPart, TensorSpec};
 use crate::model_dir::{ADDITIONAL_TEMPLATES, CONFIG, ModelDir};
 use serde_json::Value;
@@ -33,22 +35,28 @@ const COMPANIONS: [&str; 9] = [
     "preprocessor_config.json",
 ];
 
+/// Further such files of multimodal models: processors, and descriptions for other programs.
+const MEDIA_COMPANIONS: [&str; 5] =
+    ["processor_config.json", "video_preprocessor_config.json", "tekken.json", "params.json", "configuration.json"];
+
 /// Prefixes of further such files: `chat_template.jinja`, `LICENSE.txt`.
 const COMPANION_PREFIXES: [&str; 2] = ["chat_template.", "LICENSE"];
 
 /// Maximum size of such a file; tokenizers have some tens of megabytes.
 pub(crate) const COMPANION_BYTES_MAX: u64 = 256 << 20;
 
-/// Names and contents of `config.json` and its accompanying files in `dir`: tokenizer, code named by `auto_map`, licences.
+/// Names and contents of `config.json` and its accompanying files in `dir`, of a model of `family`: tokenizer, code named by `auto_map`,
+/// licences, and what goes with other input than text.
 ///
 /// # Errors
 /// When `config.json` is missing; when a file cannot be read, is not JSON although it must be, or is a link out of the directory.
-pub(crate) fn model_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
+pub(crate) fn model_files(dir: &Path, family: Family) -> Result<Vec<(String, Vec<u8>)>> {
     let dir = ModelDir::open(dir)?;
     let read = |name: &str| Ok(disk::read_if_present(&dir.file(name)?, COMPANION_BYTES_MAX)?.map(|bytes| (name.to_string(), bytes)));
     let config = disk::read_small(&dir.file(CONFIG)?, COMPANION_BYTES_MAX)?;
     let mut files = vec![(CONFIG.to_string(), config)];
-    for name in COMPANIONS {
+    let of_media = if family.text_part().is_some() { &MEDIA_COMPANIONS[..] } else { &[] };
+    for name in COMPANIONS.iter().chain(of_media) {
         files.extend(read(name)?);
     }
     let mut code = BTreeSet::new();
@@ -108,3 +116,5 @@ pub(crate) fn position(spec: &TensorSpec, part: &HfPart, i: usize) -> usize {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod text_part_tests;

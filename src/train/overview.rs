@@ -47,11 +47,11 @@ fn planned_of(Balance { needed, available, .. }: Balance) -> String {
     }
 }
 
-/// The output directory, and the checkpoints of `checkpoint_bytes` that the run will write there.
-pub(super) fn describe_files(settings: &Settings, extent: &RunExtent, checkpoint_bytes: u64) -> String {
+/// The output directory, the checkpoints of `checkpoint_bytes` that the run will write there, and the `carried_bytes` that it writes once.
+pub(super) fn describe_files(settings: &Settings, extent: &RunExtent, (checkpoint_bytes, carried_bytes): (u64, u64)) -> String {
     let (dir, bytes) = (printable(settings.output_dir.display()), Bytes(checkpoint_bytes));
     let limit = settings.save_total_limit.filter(|limit| *limit > 0);
-    match (extent.saves(settings.save_steps), limit) {
+    let checkpoints = match (extent.saves(settings.save_steps), limit) {
         (0, _) => format!("{dir}; no checkpoint to write"),
         (1, None) => format!("{dir}; 1 checkpoint of {bytes}"),
         (1, Some(_)) => format!("{dir}; 1 checkpoint of {bytes}, --save-total-limit removes older ones"),
@@ -61,6 +61,11 @@ pub(super) fn describe_files(settings: &Settings, extent: &RunExtent, checkpoint
             let all = Bytes(checkpoint_bytes.saturating_mul(saves));
             format!("{dir}; {saves} checkpoints of {bytes}, {all} in all (--save-total-limit N keeps the newest N)")
         }
+    };
+    match carried_bytes {
+        0 => checkpoints,
+        _ if extent.saves(settings.save_steps) == 0 => checkpoints,
+        bytes => format!("{checkpoints}; carried tensors of {}, once", Bytes(bytes)),
     }
 }
 
@@ -73,7 +78,7 @@ mod tests {
     #[test]
     fn the_files_line_states_number_size_and_retention_of_checkpoints() {
         let settings = |save_total_limit| Settings { output_dir: "out".into(), save_steps: 4, save_total_limit, ..Settings::demo() };
-        let line = |first, last, limit| describe_files(&settings(limit), &RunExtent::of_steps(first, last), 3 << 20);
+        let line = |first, last, limit| describe_files(&settings(limit), &RunExtent::of_steps(first, last), (3 << 20, 0));
         assert_eq!(line(1, 4, None), "out; 1 checkpoint of 3.0 MiB");
         assert_eq!(line(1, 10, None), "out; 3 checkpoints of 3.0 MiB, 9.0 MiB in all (--save-total-limit N keeps the newest N)");
         assert_eq!(line(1, 10, Some(0)), line(1, 10, None));
@@ -81,6 +86,9 @@ mod tests {
         assert_eq!(line(5, 10, Some(2)), "out; 2 checkpoints of 3.0 MiB");
         assert_eq!(line(5, 8, Some(2)), "out; 1 checkpoint of 3.0 MiB, --save-total-limit removes older ones");
         assert_eq!(line(9, 8, None), "out; no checkpoint to write");
+        let carrying = |first, last| describe_files(&settings(None), &RunExtent::of_steps(first, last), (3 << 20, 5 << 20));
+        assert_eq!(carrying(1, 4), "out; 1 checkpoint of 3.0 MiB; carried tensors of 5.0 MiB, once");
+        assert_eq!(carrying(9, 8), line(9, 8, None));
     }
 
     #[test]

@@ -5,6 +5,7 @@ use super::observer::Observer;
 use super::run_lock::LOCK;
 use super::sinks::metrics_file::METRICS;
 use super::sinks::{SINKS, SinkKind};
+use crate::checkpoint::carried::{self, CARRIED, CARRIED_BEING_WRITTEN};
 use crate::checkpoint::{BEING_REMOVED, BEING_REPLACED, BEING_WRITTEN, CHECKPOINT};
 use crate::config::settings::Settings;
 use crate::data::checksum::CHECKSUMS;
@@ -19,8 +20,8 @@ use std::ffi::{OsStr, OsString};
 /// The names in the output directory, besides those of sinks.
 const NAMES: [&OwnedName; 7] = [&LOCK, &RECORDS, &TRACE, &CHECKPOINT, &BEING_WRITTEN, &BEING_REPLACED, &BEING_REMOVED];
 /// The names in its folder [`RECORDS`].
-pub(crate) const RECORD_NAMES: [&OwnedName; 6] =
-    [&RECORDS_MANIFEST, &CHECKSUMS.file, &CHECKED.file, &SOURCES.file, &SMALL, &BESIDE_THE_RUN];
+pub(crate) const RECORD_NAMES: [&OwnedName; 8] =
+    [&RECORDS_MANIFEST, &CHECKSUMS.file, &CHECKED.file, &SOURCES.file, &SMALL, &BESIDE_THE_RUN, &CARRIED, &CARRIED_BEING_WRITTEN];
 /// Written beside this name and removed, to know that files can be written. Nothing ever has the name itself.
 pub(super) const PROBE: OwnedName = OwnedName { pattern: ".write-probe", kind: "probe", mark: OwnMark::Head("x") };
 /// Files in the output directory that are written beside first, as `.<name>.tmp-<number>`.
@@ -78,6 +79,7 @@ pub(super) fn check(dir: &Dir, settings: &Settings) -> Result<()> {
 pub(super) fn remove_remains(dir: &Dir) -> Result<()> {
     WRITTEN_BESIDE.iter().try_for_each(|owned| dir.remove_beside(owned))?;
     let records = Records::open(dir)?;
+    carried::remove_remains(records.dir())?;
     RECORD_NAMES.iter().try_for_each(|owned| records.dir().remove_beside(owned))
 }
 

@@ -72,7 +72,7 @@ pub(super) fn follow(settings: &Settings, process_group: &ProcessGroup, stop: &S
     }
     observer.detail(&plan.to_string());
     observer.note(&format!("process {} follows process 0, which prints the steps", links.process()));
-    let this = ThisProcess { launch: &launch, plan: &plan, shape: &shape, links };
+    let this = ThisProcess { launch: &launch, plan: &plan, shape: &plan.recipe.model, links };
     let on_alarm = observer.on_alarm();
     let watch = |watched| on_alarm.map(|on_alarm| Watchdog::start(watched, stall_limit(&settings), on_alarm)).transpose();
     match this.follow(&Following { output_dir: &settings.output_dir }, watch) {

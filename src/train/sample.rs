@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::launch::context::check_context;
 use crate::launch::engine::{Launcher, UseEngine};
 use crate::model::shape::ModelShape;
-use crate::model_dir::{CONFIG, ModelDir};
+use crate::model_dir::ModelDir;
 use crate::optim::PIECE_ELEMS;
 use crate::signals::StopFlag;
 use serde_json::Value;
@@ -86,7 +86,7 @@ pub(crate) fn sample(options: &SampleOptions, stop: &StopFlag) -> Result<Vec<Str
     let flags = TrainOptions { device: options.device, threads: options.threads, ..TrainOptions::default() };
     let settings = Settings::resolve(run.options(flags)?)?;
     let dir = run.loaded.model_dir();
-    let (shape, tokenizer) = (ModelShape::read(&dir.join(CONFIG))?, tokenizer(&run, &settings, &dir)?);
+    let (shape, tokenizer) = (run.loaded.shape()?, tokenizer(&run, &settings, &dir)?);
     let sampler = TextSampler::new(&tokenizer, &options.prompt, sampling, stop)?;
     write(&settings, &shape, &sampler, WeightSource::Checkpoint(Box::new(run.loaded)), stop)
 }

@@ -12,6 +12,7 @@ use super::replanner::{ReplanStep, Replanner};
 use super::run_dir::RunDir;
 use super::sinks::{SinkStart, StepSinks};
 use super::skips::Skips;
+use crate::checkpoint::carried::Carrier;
 use crate::checkpoint::engine_state::{self, for_each_piece};
 use crate::checkpoint::parts;
 use crate::checkpoint::{RetainedCheckpoints, SavedLossScale, Scheduler, TrainerState, Writer};
@@ -81,6 +82,8 @@ pub(super) struct CheckpointContents {
     pub(super) settings: Settings,
     /// The files that an export needs besides the weights.
     pub(super) model_files: Vec<(String, Vec<u8>)>,
+    /// Tensors beside the trained ones, if the model has any.
+    pub(super) carrier: Option<Carrier>,
     /// The run's model, tokenizer and data.
     pub(super) run: Run,
     /// Of all ranks.
@@ -99,6 +102,7 @@ pub(crate) struct Session<D: Kernels> {
     settings: Settings,
     run_dir: RunDir,
     model_files: Vec<(String, Vec<u8>)>,
+    carrier: Option<Carrier>,
     run: Run,
     sinks: StepSinks,
     /// The evaluation, if any, with its last results.
@@ -139,7 +143,7 @@ impl<D: Kernels> Session<D> {
         run_dir: RunDir,
         observer: &mut dyn Observer,
     ) -> Result<Self> {
-        let CheckpointContents { settings, model_files, run, plan, prompts, about } = contents;
+        let CheckpointContents { settings, model_files, carrier, run, plan, prompts, about } = contents;
         let step = engine.train_step();
         let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.recipe.step.micro_batch * plan.recipe.step.micro_batches);
         let facts = FactsLine::new(about, step, &settings, engine.plan(), engine.shape(), (step_work.tokens, step_work.flops));
@@ -154,6 +158,7 @@ impl<D: Kernels> Session<D> {
             schedule,
             run_dir,
             model_files,
+            carrier,
             sinks,
             evaluation,
             prompts,
@@ -402,6 +407,10 @@ impl<D: Kernels> Session<D> {
         self.engine.flush().inspect_err(|_| self.is_sound = false)?;
         let evaluations = self.progress.with_checkpoint(step);
         let run = evaluations.kept_in(self.skips.kept_in(&self.run));
+        let run = match &mut self.carrier {
+            Some(carrier) => carrier.kept_in(self.run_dir.dir(), run)?,
+            None => run,
+        };
         let writer = self.write_state(run)?;
         self.sinks.sync(observer);
         let limit = self.settings.save_total_limit.and_then(NonZeroUsize::new);

@@ -9,6 +9,7 @@ use super::run_dir::RunDir;
 use super::run_facts::RunFacts;
 use super::session::{CheckpointContents, Session};
 use super::{identity, model_files, overview, packing, previous_run, resume, resume_numerics, text};
+use crate::checkpoint::carried::Carrier;
 use crate::checkpoint::parts::part_bytes;
 use crate::checkpoint::{Loaded, checkpoint_bytes};
 use crate::config::options::InitChoice;
@@ -23,6 +24,7 @@ use crate::data::prepared::cache::remove_others;
 use crate::data::rows::row_table::Packing;
 use crate::data::run_sources::KnownSources;
 use crate::device::Kernels;
+use crate::disk::Dir;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result, printable};
 use crate::facts::{DataFacts, MachineFacts};
@@ -48,13 +50,51 @@ use crate::units::{Count, counted};
 use std::mem;
 use std::path::{Path, PathBuf};
 
-/// A model as it was found: its shape, and the files to export it with.
+/// A model as it was found.
 struct ModelSource {
     shape: ModelShape,
+    /// The files to export it with.
     files: Vec<(String, Vec<u8>)>,
+    /// Initial weights of a new run; `None` if they are random.
+    weights: Option<ModelWeights>,
+    /// Carried tensors of a run that goes on.
+    carrier: Option<Carrier>,
 }
 
 impl ModelSource {
+    /// The model of `settings`, and of the checkpoint that the run goes on from. Weights are checked as far as can be without reading them.
+    fn find(settings: &Settings, resumed: Option<&Loaded>) -> Result<Self> {
+        let Some(dir) = &settings.model else {
+            let files = vec![(CONFIG.to_string(), DEMO_CONFIG.as_bytes().to_vec())];
+            return Ok(Self { shape: ModelShape::demo(), files, weights: None, carrier: None });
+        };
+        let shape = ModelShape::read(&ModelDir::open(dir)?.file(CONFIG)?)?;
+        let (files, open) = (weights::model_files(dir, shape.family)?, |shape: &ModelShape| ModelWeights::open(dir, shape));
+        if let Some(loaded) = resumed {
+            let shape = loaded.as_trained(shape);
+            let is_text_part = shape.family.text_part().is_some();
+            let carrier = is_text_part.then(|| Carrier::resumed(loaded, || open(&shape))).transpose()?;
+            return Ok(Self { carrier, shape, files, weights: None });
+        }
+        let weights = (settings.init == InitChoice::Checkpoint).then(|| open(&shape)).transpose()?;
+        if weights.is_none() && shape.family.text_part().is_some() {
+            let architecture = shape.family.architecture();
+            let remedy = "use --init checkpoint, or the architecture of the text model alone";
+            return Err(Error::usage(format!("--init random: an export of {architecture} has more tensors than training makes; {remedy}")));
+        }
+        let shape = weights.as_ref().map_or(shape, |weights| weights.shape().clone());
+        Ok(Self { shape, files, weights, carrier: None })
+    }
+
+    /// Bytes of carried tensors that the first save writes into the folder of records.
+    fn carried_bytes(&self, output_dir: Option<&Dir>) -> Result<u64> {
+        match (&self.carrier, &self.weights) {
+            (Some(carrier), _) => carrier.missing_bytes(output_dir),
+            (None, Some(weights)) if weights.is_text_part() => weights.carried_bytes(),
+            (None, _) => Ok(0),
+        }
+    }
+
     /// The size of a checkpoint.
     fn checkpoint_bytes(&self, plan: &Plan) -> u64 {
         checkpoint_bytes(TensorTable::new(&self.shape).params(), plan.optimizer().arrays(), &self.files)
@@ -77,8 +117,8 @@ pub(super) struct PreparedRun<'a> {
     resumed: Option<resume::Accepted>,
     /// Prompts that the model is sampled after at evaluations.
     prompts: Option<Prompts>,
-    /// Initial weights of a new run; `None` if they are random.
-    weights: Option<ModelWeights>,
+    /// Bytes that the first save writes once.
+    carried_bytes: u64,
     max_steps: u64,
     data: String,
 }
@@ -117,7 +157,8 @@ pub(super) fn prepare<'a>(
     log_peers(launch, observer);
     launch.warnings(settings).iter().for_each(|line| observer.warn(line));
     launch.chosen.rates_from.as_ref().and_then(SelectedProfile::unsteady).iter().for_each(|line| observer.warn(line));
-    let source = find_model(settings)?;
+    let source = ModelSource::find(settings, resumed.as_ref())?;
+    source.weights.as_ref().and_then(ModelWeights::note).iter().for_each(|line| observer.warn(line));
     check_context(settings, &source.shape, settings.model.as_deref().unwrap_or(Path::new("the built-in model")))?
         .iter()
         .for_each(|line| observer.warn(line));
@@ -128,7 +169,6 @@ pub(super) fn prepare<'a>(
     let settings = &Settings { data_bytes: data_bytes(settings, &known), ..settings.clone() };
     let plan = launch.plan(settings, &source.shape, true)?;
     let settings = &settings.settled(plan.split());
-    let weights = if resumed.is_none() { first_weights(settings, &source.shape)? } else { None };
     let comparable = resumed.as_ref().filter(|_| !settings.allow_changed.contains(&RunPart::Tokenizer));
     let saved = comparable.map(|loaded| &loaded.manifest().trainer.settings);
     let (tokenizer, settings) = text::tokenizer(settings, &source.shape, saved, &known)?;
@@ -144,8 +184,9 @@ pub(super) fn prepare<'a>(
         resumed.map(|loaded| resume::accept(loaded, &settings, (&plan.recipe, dataset.sequences()), run.clone(), observer)).transpose()?;
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
     let max_steps = max_steps(&settings, &dataset);
+    let carried_bytes = source.carried_bytes(run_dir.map(RunDir::dir))?;
     if let Some(run_dir) = run_dir.filter(|_| resumed.as_ref().is_none_or(|accepted| accepted.step() < max_steps)) {
-        run_dir.expect_free_bytes(source.checkpoint_bytes(&plan))?;
+        run_dir.expect_free_bytes(source.checkpoint_bytes(&plan) + carried_bytes)?;
         check_file_size(format_args!("write a checkpoint into {}", run_dir.path().display()), part_bytes(&plan, 0))?;
     }
     passes_a_step(plan.recipe.step.micro_batch * plan.recipe.step.micro_batches, dataset.sequences())
@@ -165,7 +206,7 @@ pub(super) fn prepare<'a>(
         run,
         resumed,
         prompts,
-        weights,
+        carried_bytes,
         max_steps,
         data,
     })
@@ -218,7 +259,7 @@ impl PreparedRun<'_> {
             data: format!("{}{passes}; from {}", self.data, printable(describe_data(settings))),
             plan: overview::describe_plan(plan, &extent),
             memory: overview::describe_memory(plan),
-            files: overview::describe_files(settings, &extent, source.checkpoint_bytes(plan)),
+            files: overview::describe_files(settings, &extent, (source.checkpoint_bytes(plan), self.carried_bytes)),
             device,
             matmul_flops: of_one.map(|of_one| of_one * settings.cut().ranks() as f64),
             step: self.step(),
@@ -273,10 +314,11 @@ impl PreparedRun<'_> {
             mut run,
             resumed,
             prompts,
-            weights,
+            carried_bytes: _,
             max_steps,
             data,
         } = self;
+        let ModelSource { shape, files, weights, carrier } = source;
         resume_numerics::record_versions(engine.versions(), &mut run, observer);
         let position = match resumed {
             Some(accepted) => accepted.restore(&mut engine)?,
@@ -293,7 +335,7 @@ impl PreparedRun<'_> {
         engine.product_notes().iter().for_each(|line| observer.warn(line));
         observer.detail(&plan.to_string());
         rates.into_iter().chain([format!("pages   {pages}"), format!("resctrl {partition}")]).for_each(|line| observer.detail(&line));
-        source.shape.ignored_dropout.iter().for_each(|key| observer.warn(&format!("dropout is not applied: config.json sets {key}")));
+        shape.ignored_dropout.iter().for_each(|key| observer.warn(&format!("dropout is not applied: config.json sets {key}")));
         observer.begin(&plan, &facts);
         let schedule = plan.recipe.lr_schedule(max_steps);
         let about = RunDescription {
@@ -305,7 +347,8 @@ impl PreparedRun<'_> {
             max_steps,
             matmul_flops: facts.matmul_flops,
         };
-        let contents = CheckpointContents { settings, model_files: source.files, run, plan, prompts, about };
+        let carrier = carrier.or_else(|| weights.and_then(Carrier::of));
+        let contents = CheckpointContents { settings, model_files: files, carrier, run, plan, prompts, about };
         Session::new(engine, loader, evaluation, schedule, contents, run_dir, observer)
     }
 }
@@ -384,15 +427,6 @@ fn describe_data(settings: &Settings) -> String {
     }
 }
 
-fn find_model(settings: &Settings) -> Result<ModelSource> {
-    let Some(dir) = &settings.model else {
-        let files = vec![(CONFIG.to_string(), DEMO_CONFIG.as_bytes().to_vec())];
-        return Ok(ModelSource { shape: ModelShape::demo(), files });
-    };
-    let shape = ModelShape::read(&ModelDir::open(dir)?.file(CONFIG)?)?;
-    Ok(ModelSource { shape, files: weights::model_files(dir)? })
-}
-
 fn max_steps(settings: &Settings, dataset: &Dataset) -> u64 {
     match settings.train_length {
         TrainLength::Steps(steps) => steps,
@@ -450,12 +484,6 @@ fn describe_model(settings: &Settings, plan: &Plan, shape: &ModelShape) -> Strin
         counted(layers, "layer"),
         counted(heads, "head")
     )
-}
-
-/// The model's own weights to begin with, checked as far as can be without reading them; `None`: random ones.
-fn first_weights(settings: &Settings, shape: &ModelShape) -> Result<Option<ModelWeights>> {
-    let dir = settings.model.as_ref().filter(|_| settings.init == InitChoice::Checkpoint);
-    dir.map(|dir| ModelWeights::open(dir, shape)).transpose()
 }
 
 /// First weights: random, or the model's own.

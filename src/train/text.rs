@@ -80,7 +80,7 @@ pub(crate) fn tokenizer(
     }
     let flags = record_flags(&settings);
     let (rules, day) = (rules(&settings, &flags, known)?, flags.day()?);
-    let tokenizer = find(&settings, shape, known, rules.into())?;
+    let tokenizer = find(&settings, shape, known, rules.into())?.refusing(shape.media_tokens.clone());
     settings.chat_date = Some(day);
     settings.add_bos = if tokenizer.begin_of_text().is_empty() { AddBos::No } else { AddBos::Yes };
     settings.eos_token = tokenizer.end_of_text().map(|id| id.to_string());

@@ -48,7 +48,7 @@ fn writes_parts(template: &ChatTemplate, variables: &Map<String, Value>, has_too
 pub(super) fn joined(parts: &[Value]) -> Result<String, String> {
     let text = |part: &Value| {
         let text = part["text"].as_str().filter(|_| part["type"] == "text").map(String::from);
-        text.ok_or_else(|| format!("has a part of type {}: only text is trained", part["type"]))
+        text.ok_or_else(|| format!("has a part of type {}: text parts only", part["type"]))
     };
     parts.iter().map(text).collect()
 }

@@ -149,7 +149,7 @@ fn parts_are_joined_in_every_role_unless_the_template_goes_over_them() {
     with_image["messages"][1]["content"][1] = json!({"type": "image"});
     for source in [PLAIN, &over] {
         let refused = samples(source, &with_image).unwrap_err();
-        assert_eq!(refused, "message 1 of `messages` has a part of type \"image\": only text is trained");
+        assert_eq!(refused, "message 1 of `messages` has a part of type \"image\": text parts only");
     }
     let answered = |content: Value| json!({"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": content}, {"role": "assistant", "content": "b"}]});
     let json_of_tool = PLAIN.replace("{{ m.content }}", "{{ m.content if m.content is string else m.content|tojson }}");

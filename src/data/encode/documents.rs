@@ -5,6 +5,7 @@
 pub(in crate::data) use super::boundary_tokens::UNTRAINED;
 use super::boundary_tokens::missing_begin;
 use super::diagnostics::{RecordRemarks, Remarks};
+use super::media_token::{MediaToken, find};
 pub(in crate::data) use crate::data::read::position::{DocumentPosition, place_word};
 use crate::error::Result;
 
@@ -53,6 +54,7 @@ impl Sink for DocumentsInMemory {
 pub(in crate::data) struct Documents<S> {
     sink: S,
     vocab_size: usize,
+    media: Vec<MediaToken>,
     separator: Option<u32>,
     begin: Vec<u32>,
     tokens: u64,
@@ -104,6 +106,7 @@ impl<S: Sink> Documents<S> {
         Self {
             sink,
             vocab_size,
+            media: Vec::new(),
             separator,
             begin: begin.to_vec(),
             tokens: 0,
@@ -118,6 +121,11 @@ impl<S: Sink> Documents<S> {
             first_skipped: None,
             remarks: Remarks::default(),
         }
+    }
+
+    /// Refuses these tokens.
+    pub(in crate::data) fn without(self, media: &[MediaToken]) -> Self {
+        Self { media: media.to_vec(), ..self }
     }
 
     /// The next document begins.
@@ -156,7 +164,7 @@ impl<S: Sink> Documents<S> {
     /// The next tokens of the document at `place`.
     ///
     /// # Errors
-    /// `Format` that names place, token and id when one is outside the vocabulary; the sink's.
+    /// `Format` that names place, token and id when one is outside the vocabulary, or stands for other input than text; the sink's.
     pub(in crate::data) fn append(&mut self, ids: &[u32], place: &DocumentPosition) -> Result<()> {
         if let Some(idx) = ids.iter().position(|&token| (token & !UNTRAINED) as usize >= self.vocab_size) {
             let nth = self.tokens_of_document + idx as u64;
@@ -166,12 +174,21 @@ impl<S: Sink> Documents<S> {
                 self.vocab_size
             )));
         }
+        self.expect_text(ids, place)?;
         self.tokens_of_document += ids.len() as u64;
         match self.text {
             OpenText::None => self.write(ids),
             _ if ids.is_empty() => Ok(()),
             text => self.append_text(ids, text),
         }
+    }
+
+    fn expect_text(&self, ids: &[u32], place: &DocumentPosition) -> Result<()> {
+        if self.media.is_empty() {
+            return Ok(());
+        }
+        let found = ids.iter().zip(self.tokens_of_document..).find_map(|(id, nth)| Some((find(&self.media, id & !UNTRAINED)?, nth)));
+        found.map_or(Ok(()), |(token, nth)| Err(place.error(format_args!("token {nth} {}", token.refusal()))))
     }
 
     /// Text without the tokens that stand around it anyway.
@@ -250,6 +267,21 @@ mod tests {
         let totals = documents.finish().unwrap();
         assert_eq!((totals.sink, totals.documents, totals.largest), (vec![1, 2, 9, 9, 3, 9, 4], 4, 9));
         assert_eq!((totals.tokens, totals.source_ends), (7, vec![5, 5, 7]));
+    }
+
+    #[test]
+    fn a_token_of_an_image_is_refused_with_its_place_whether_it_is_trained_or_not() {
+        let place = DocumentPosition { path: Path::new("a.jsonl").into(), source: 0, line: None };
+        for id in [5, 5 | UNTRAINED] {
+            let media = [MediaToken { key: "video_token_id", id: 6 }, MediaToken { key: "image_token_id", id: 5 }];
+            let mut documents = Documents::new(Vec::new(), 10, None, &[]).without(&media);
+            documents.record(&[vec![1, 2, 3]], &place).unwrap();
+            let message = documents.record(&[vec![4], vec![1, id]], &place).unwrap_err().to_string();
+            assert_eq!(
+                message,
+                "a.jsonl: token 1 has id 5, which is image_token_id in config.json: the text part is trained on text alone"
+            );
+        }
     }
 
     #[test]

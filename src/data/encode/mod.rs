@@ -7,6 +7,7 @@ pub(super) mod documents;
 pub(super) mod encoder;
 mod local_encoder;
 pub(crate) mod marked_text;
+pub(crate) mod media_token;
 pub(super) mod pieces;
 pub(super) mod pipeline;
 pub(crate) mod prompt;

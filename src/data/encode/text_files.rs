@@ -177,7 +177,7 @@ pub(in crate::data) struct Read {
 ///
 /// # Errors
 /// `Io` when one cannot be read; `Format` that names the place of the fault: an empty file, bytes that are not UTF-8, a line
-/// without `text`, an id outside the vocabulary; `Interrupted`.
+/// without `text`, an id outside the vocabulary or of other input than text; `Interrupted`.
 pub(in crate::data) fn tokenize<S: Sink + Send>(
     texts: &[&Path],
     tokenizer: &Tokenizer,
@@ -188,6 +188,7 @@ pub(in crate::data) fn tokenize<S: Sink + Send>(
     let all = texts.iter().filter_map(|path| path.metadata().ok()).map(|metadata| metadata.len()).sum();
     let (mut read, mut empty, stop) = (Vec::new(), Vec::new(), preparation.stop().clone());
     let documents = Documents::new(sink, vocab_size, tokenizer.end_of_text(), tokenizer.begin_of_text());
+    let documents = documents.without(tokenizer.media_tokens());
     let mut totals = encode(tokenizer, documents, &stop, |encoder| {
         if texts.is_empty() {
             encoder.begin(DocumentPosition { path: Path::new("the built-in text").into(), source: 0, line: None });

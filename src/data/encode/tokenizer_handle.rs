@@ -2,6 +2,7 @@
 //! in a sandbox; the handle encodes bytes alone itself.
 
 use super::local_encoder::{LocalEncoder, compile};
+use super::media_token::MediaToken;
 use super::text_work::{Done, TextWork, answered, request};
 use crate::data::chat::record::RecordRules;
 use crate::data::checksum;
@@ -24,6 +25,8 @@ pub struct Tokenizer {
     facts: Facts,
     rules: Arc<RecordRules>,
     place: TokenizerPlace,
+    /// Tokens that the data must not have.
+    media: Vec<MediaToken>,
 }
 
 /// Where text becomes ids.
@@ -104,19 +107,29 @@ impl Tokenizer {
         });
         let (sandbox, message) = started?;
         let facts = Facts::read(&message).unwrap_or_else(|| Err(unreadable()))?;
-        Ok(Self { kind, facts, rules, place: TokenizerPlace::Sandbox(sandbox) })
+        Ok(Self { kind, facts, rules, place: TokenizerPlace::Sandbox(sandbox), media: Vec::new() })
     }
 
     /// A tokenizer that no file decides.
     fn here(kind: TokenizerKind, local: LocalKind, facts: Facts, rules: Arc<RecordRules>) -> Self {
         let encoder = LocalEncoder::new(local, &facts, rules.clone());
-        Self { kind, facts, rules, place: TokenizerPlace::Here(encoder) }
+        Self { kind, facts, rules, place: TokenizerPlace::Here(encoder), media: Vec::new() }
     }
 
     /// The tokenizer without its processes, when all text is encoded: it encodes no more.
     pub(crate) fn closed(self) -> Self {
-        let Self { kind, facts, rules, .. } = self;
-        Self::here(kind, LocalKind::Absent, facts, rules)
+        let Self { kind, facts, rules, media, .. } = self;
+        Self::here(kind, LocalKind::Absent, facts, rules).refusing(media)
+    }
+
+    /// This tokenizer for data that must not have the tokens `media`.
+    pub(crate) fn refusing(self, media: Vec<MediaToken>) -> Self {
+        Self { media, ..self }
+    }
+
+    /// Tokens that the data must not have.
+    pub(in crate::data) fn media_tokens(&self) -> &[MediaToken] {
+        &self.media
     }
 
     /// How records are read.
@@ -222,14 +235,20 @@ impl Tokenizer {
                 serde_json::json!({"tokenizer.json": sha256, "end_of_text": end, "begin_of_text": begin, "added_tokens": self.facts.added})
             }
         };
-        match (self.rules.identity(), tokenizer) {
-            (None, tokenizer) => tokenizer,
-            (Some(rules), Value::Object(mut parts)) => {
-                parts.insert("records".into(), rules);
-                parts.into()
-            }
-            (Some(rules), name) => serde_json::json!({"name": name, "records": rules}),
+        let media = (!self.media.is_empty()).then(|| serde_json::json!(self.media));
+        with(with(tokenizer, "records", self.rules.identity()), "media_tokens", media)
+    }
+}
+
+/// An identity with one more entry.
+fn with(identity: Value, name: &str, entry: Option<Value>) -> Value {
+    match (entry, identity) {
+        (None, identity) => identity,
+        (Some(entry), Value::Object(mut parts)) => {
+            parts.insert(name.into(), entry);
+            parts.into()
         }
+        (Some(entry), identity) => serde_json::json!({"name": identity, name: entry}),
     }
 }
 

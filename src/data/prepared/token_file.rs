@@ -10,6 +10,7 @@
 
 use crate::data::context::Preparation;
 use crate::data::encode::documents::UNTRAINED;
+use crate::data::encode::media_token::{MediaToken, find};
 use crate::data::prepared::checked_files::{Check, CheckedFiles};
 use crate::data::prepared::parallel_scan::{BLOCK_BYTES, scan};
 use crate::disk::{self, InFile};
@@ -28,6 +29,8 @@ pub(crate) struct TokenFile {
     tokens: usize,
     /// Bits that are the id.
     id_bits: u32,
+    /// Ids that the file must not have.
+    media: Vec<MediaToken>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
@@ -47,14 +50,15 @@ struct Sidecar {
 }
 
 impl TokenFile {
-    /// Opens the file and checks every id in it against `vocab_size`, which is at most 2^31, unless `checked` knows the result.
+    /// Opens the file and checks every id in it against `vocab_size`, which is at most 2^31, and against `media`, which it must not have,
+    /// unless `checked` knows the result.
     ///
     /// # Errors
-    /// `Io` when it cannot be read; `Format` that names the byte offset of an id outside the vocabulary, for a file that is empty or ends
-    /// within an id, and for a faulty sidecar file; `Interrupted`.
+    /// `Io` when it cannot be read; `Format` that names the byte offset of an id outside the vocabulary or in `media`, for a file that is
+    /// empty or ends within an id, and for a faulty sidecar file; `Interrupted`.
     pub(in crate::data) fn open(
         path: &Path,
-        vocab_size: usize,
+        (vocab_size, media): (usize, &[MediaToken]),
         checked: &mut CheckedFiles,
         preparation: &mut Preparation<'_>,
     ) -> Result<Self> {
@@ -68,9 +72,10 @@ impl TokenFile {
         if !bytes.is_multiple_of(width as usize) {
             return Err(Error::format(path, format!("truncated: {bytes} bytes are not a whole number of {}-byte tokens", width as usize)));
         }
-        let opened = Self { file, width, vocab_size, tokens: bytes / width as usize, id_bits: u32::MAX };
+        let opened = Self { file, width, vocab_size, tokens: bytes / width as usize, id_bits: u32::MAX, media: media.to_vec() };
         let width_is = if guessed { "surely not more" } else { "told" };
-        let claim = format!("ids of {} bits ({width_is}) below {vocab_size}", 8 * width as usize);
+        let without: String = media.iter().map(|token| format!(", not {}", token.id)).collect();
+        let claim = format!("ids of {} bits ({width_is}) below {vocab_size}{without}", 8 * width as usize);
         let check = Check { path: path.to_path_buf(), claim, stamp: opened.file.stamp()? };
         checked.once(check, || opened.check_all(guessed, preparation))?;
         Ok(opened)
@@ -79,7 +84,7 @@ impl TokenFile {
     /// A file of 32-bit ids below `vocab_size`, [`UNTRAINED`] or not, that somebody else vouches for.
     pub(in crate::data) fn trusted(file: InFile, vocab_size: usize) -> Self {
         let tokens = file.bytes() as usize / Width::U32 as usize;
-        Self { file, width: Width::U32, vocab_size, tokens, id_bits: !UNTRAINED }
+        Self { file, width: Width::U32, vocab_size, tokens, id_bits: !UNTRAINED, media: Vec::new() }
     }
 
     /// How many tokens the file holds.
@@ -128,7 +133,7 @@ impl TokenFile {
             Width::U16 => bytemuck::cast_slice::<u8, u16>(bytes).iter().copied().max().map_or(0, u32::from),
             Width::U32 => bytemuck::cast_slice::<u8, u32>(bytes).iter().copied().max().unwrap_or(0),
         };
-        if (largest as usize) < self.vocab_size {
+        if (largest as usize) < self.vocab_size && self.media.is_empty() {
             return Ok(());
         }
         let width = self.width as usize;
@@ -137,6 +142,9 @@ impl TokenFile {
 
     fn checked(&self, raw: &[u8], offset: usize) -> Result<i32> {
         let id = raw.iter().rev().fold(0, |id: u32, &byte| id << 8 | u32::from(byte));
+        if let Some(token) = find(&self.media, id) {
+            return Err(Error::format(self.file.path(), format!("byte offset {offset}: a token {}", token.refusal())));
+        }
         if ((id & self.id_bits) as usize) < self.vocab_size {
             return Ok(id as i32);
         }
@@ -183,12 +191,28 @@ mod tests {
     }
 
     fn open(path: &Path, vocab_size: usize) -> Result<TokenFile> {
-        TokenFile::open(path, vocab_size, &mut CheckedFiles::default(), &mut Preparation::default())
+        TokenFile::open(path, (vocab_size, &[]), &mut CheckedFiles::default(), &mut Preparation::default())
     }
 
     fn refusal(name: &str, bytes: &[u8], vocab_size: usize) -> String {
         let (_dir, path) = written(name, bytes);
         open(&path, vocab_size).err().expect("refused").to_string()
+    }
+
+    #[test]
+    fn a_token_of_an_image_is_refused_with_its_byte_offset_also_after_a_check_without_such_tokens() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.u16.bin");
+        std::fs::write(&path, bytemuck::cast_slice(&[1u16, 2, 9, 3])).unwrap();
+        let open = |media: &[MediaToken]| {
+            let mut checked = CheckedFiles::load(Some(dir.path()));
+            let opened = TokenFile::open(&path, (10, media), &mut checked, &mut Preparation::default())?;
+            checked.save().map(|()| opened.tokens())
+        };
+        let image = |id| MediaToken { key: "image_token_id", id };
+        assert_eq!((open(&[]).unwrap(), open(&[image(7)]).unwrap()), (4, 4));
+        let message = open(&[image(7), image(9)]).unwrap_err().to_string();
+        assert!(message.contains("a.u16.bin: byte offset 4: a token has id 9, which is image_token_id in config.json"), "{message}");
     }
 
     #[test]
@@ -238,7 +262,7 @@ mod tests {
             let mut checked = CheckedFiles::load(Some(dir.path()));
             let read = Cell::new(false);
             let mut preparation = Preparation::new(&StopFlag::default(), None, Some(dir.path().into()), |_| read.set(true));
-            TokenFile::open(&path, vocab_size, &mut checked, &mut preparation).map(|_| checked.save().unwrap())?;
+            TokenFile::open(&path, (vocab_size, &[]), &mut checked, &mut preparation).map(|_| checked.save().unwrap())?;
             drop(preparation);
             Ok::<_, Error>(read.get())
         };
@@ -253,7 +277,7 @@ mod tests {
         let stop = StopFlag::default();
         stop.request();
         let mut preparation = Preparation::new(&stop, None, Some("/".into()), |_| ());
-        let stopped = TokenFile::open(&path, 1 << 20, &mut CheckedFiles::default(), &mut preparation);
+        let stopped = TokenFile::open(&path, (1 << 20, &[]), &mut CheckedFiles::default(), &mut preparation);
         assert_eq!(stopped.err().unwrap().exit_code(), 75);
     }
 

@@ -151,16 +151,25 @@ impl<'a> Keys<'a> {
         let experts: &[&str] = if spec.moe.is_some() { &[] } else { &["num_local_experts", "num_experts"] };
         let quantized = self.get("quantization_config").and_then(|config| config.get("quant_method"));
         let is_read = spec.moe.as_ref().is_some_and(|moe| moe.is_gpt_oss) && quantized.is_some_and(|method| method == "mxfp4");
+        let bidirectional = "use_bidirectional_attention";
+        // Attention in both directions between the tokens of an image does not concern text.
+        let of_images = spec.text_part.is_some() && self.get(bidirectional).is_some_and(|scope| scope == "vision");
         let features = [
             if is_read { "" } else { "quantization_config" },
             "add_cross_attention",
             "scale_attn_by_inverse_layer_idx",
             "is_encoder_decoder",
-            "use_bidirectional_attention",
+            if of_images { "" } else { bidirectional },
         ];
         let on = |value: &Value| *value != false && *value != 0;
         if let Some((key, value)) = features.iter().chain(experts).find_map(|key| self.get(key).filter(|v| on(v)).map(|v| (key, v))) {
-            return Err(self.unsupported(key, value, "not supported by this program"));
+            let note = match *key {
+                "quantization_config" if spec.text_part.is_some() => {
+                    "name the repository of the model in bfloat16, often with -BF16 in its name"
+                }
+                _ => "not supported by this program",
+            };
+            return Err(self.unsupported(key, value, note));
         }
         match self.flag("is_causal", true)? {
             true => Ok(()),

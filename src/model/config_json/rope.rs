@@ -98,7 +98,10 @@ fn rope(keys: &Keys, inner: &Keys, spec: &FamilySpec, heads: &RotatedHeads) -> R
     if spec.names_rope && inner.map.is_empty() {
         return Err(keys.missing("rope_scaling", "an object with the rotations of this family"));
     }
-    let (scaling, attention_factor) = scaling(keys, inner, heads.max_positions, rotary_dim)?;
+    let (scaling, attention_factor) = match inner.get("rope_type").or(inner.get("type")) {
+        Some(kind) if kind == "mrope" && spec.text_part.is_some() => (RopeScaling::Default, 1.0),
+        _ => scaling(keys, inner, heads.max_positions, rotary_dim)?,
+    };
     Ok(RopeConfig { theta, rotary_dim, interleaved: spec.interleaved, scaling, attention_factor: attention_factor as f32 })
 }
 

@@ -5,8 +5,10 @@ use super::safetensors::{TensorFile, UniqueMap};
 use crate::disk::{self, is_plain_file_name};
 use crate::dtype::{Element, first_nonfinite};
 use crate::error::{Error, Result};
+use crate::model::family::Names;
 use crate::model::shape::ModelShape;
-use crate::model::tensors::{HfPart, Role, TensorSpec, TensorTable};
+use crate::model::tensors::{HfPart, TensorSpec, TensorTable};
+use crate::model::text_part::{Layout, TextPart};
 use crate::model_dir::{INDEX, INDEX_BYTES_MAX, ModelDir, SINGLE};
 use crate::optim::PIECE_ELEMS;
 use ::safetensors::tensor::{Dtype, TensorInfo};
@@ -23,8 +25,6 @@ const _: () = assert!(BLOCK_ELEMS.is_multiple_of(mxfp4::BLOCK_ELEMS));
 const _: () = assert!(2 * BLOCK_ELEMS <= PIECE_ELEMS);
 /// Bytes read at once, a multiple of every element size, so that data are widened while they are in the cache.
 const READ_BYTES: usize = if cfg!(test) { 64 } else { 256 << 10 };
-/// The output matrix, which a tied model may store a second time.
-const LM_HEAD: &str = "lm_head.weight";
 /// Suffixes of the two tensors that hold a tensor in MXFP4: blocks and scales.
 const PACKED_SUFFIXES: [&str; 2] = ["_blocks", "_scales"];
 /// Suffixes of buffers that old versions of `transformers` saved with the weights.
@@ -38,18 +38,22 @@ pub struct ModelWeights {
     files: Vec<TensorFile>,
     /// Index in `files` by tensor name.
     place: HashMap<String, usize>,
+    /// Names of the text part of a multimodal model in these files.
+    layout: Option<Layout>,
+    /// Whether the configuration ties an output matrix that these files have with values of its own.
+    breaks_tie: bool,
 }
 
 #[derive(Clone, Copy)]
-struct LocatedTensor<'a> {
-    name: &'a str,
-    file: &'a TensorFile,
-    info: &'a TensorInfo,
+pub(super) struct LocatedTensor<'a> {
+    pub(super) name: &'a str,
+    pub(super) file: &'a TensorFile,
+    pub(super) info: &'a TensorInfo,
 }
 
 /// Source of the elements of a part.
 #[derive(Clone, Copy)]
-enum PartSource<'a> {
+pub(super) enum PartSource<'a> {
     Plain(LocatedTensor<'a>),
     /// Blocks and scales, in the table's order of elements.
     Mxfp4 {
@@ -64,52 +68,125 @@ struct Index {
 }
 
 impl ModelWeights {
-    /// Opens the weights in `dir` and checks all names, shapes and formats against those of `shape`.
+    /// Opens the weights in `dir` and checks all names, shapes and formats against those of `shape`. An output matrix that the shape ties,
+    /// and that has values of its own here, is not tied: see [`ModelWeights::shape`].
     ///
     /// # Errors
     /// Missing, damaged or inconsistent files, and links out of the directory; missing or unexpected tensors, wrong shapes and formats.
     /// Each error contains the file.
     pub fn open(dir: &Path, shape: &ModelShape) -> Result<Self> {
-        let (files, place) = open_files(&ModelDir::open(dir)?)?;
-        let weights = Self { dir: dir.to_path_buf(), shape: shape.clone(), table: TensorTable::new(shape), files, place };
+        let mut weights = Self::of_files(&ModelDir::open(dir)?, shape)?;
+        if weights.finds_another_head()? {
+            weights.breaks_tie = true;
+            weights.shape = weights.shape.untied_if(true);
+            weights.table = TensorTable::new(&weights.shape);
+        }
         weights.parts()?;
         Ok(weights)
+    }
+
+    /// `shape` with its tie as the weights in `dir` decide it; they are not checked otherwise. A directory without weights decides nothing.
+    ///
+    /// # Errors
+    /// Files that are damaged or cannot be read.
+    pub(crate) fn decided_tie(dir: &ModelDir, shape: ModelShape) -> Result<ModelShape> {
+        if !shape.tied || !(dir.file(SINGLE)?.exists() || dir.file(INDEX)?.exists()) {
+            return Ok(shape);
+        }
+        let weights = Self::of_files(dir, &shape)?;
+        let has_head = weights.finds_another_head()?;
+        Ok(shape.untied_if(has_head))
+    }
+
+    fn of_files(dir: &ModelDir, shape: &ModelShape) -> Result<Self> {
+        let (files, place) = open_files(dir)?;
+        let layout = shape.family.text_part().map(|part| layout_of(part, shape.family.spec().names, &place, dir.path())).transpose()?;
+        let (shape, table, dir) = (shape.clone(), TensorTable::new(shape), dir.path().to_path_buf());
+        Ok(Self { dir, shape, table, files, place, layout, breaks_tie: false })
+    }
+
+    /// The model of these weights.
+    pub fn shape(&self) -> &ModelShape {
+        &self.shape
+    }
+
+    /// The directory of these weights.
+    pub(crate) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// A line for people where the configuration ties two tensors that differ.
+    pub(crate) fn note(&self) -> Option<String> {
+        let head = self.names_in_files(self.names().head).0;
+        let line = || {
+            format!(
+                "{}: config.json ties {head} to the token embedding, but their values differ; they are trained as two tensors",
+                self.dir.display()
+            )
+        };
+        self.breaks_tie.then(line)
     }
 
     /// Passes every weight to `write`, widened from F32, BF16 or F16. The arguments are the first element's index in the flat range of the
     /// model's [`TensorTable`] and a block of elements. Padding is not passed.
     ///
     /// # Errors
-    /// A file that cannot be read; a weight that is not finite; a second copy of a tied embedding that differs. Each error contains the
-    /// file. Errors of `write`.
+    /// A file that cannot be read; a weight that is not finite. Each error contains the file. Errors of `write`.
     pub fn read(&self, mut write: impl FnMut(usize, &[f32]) -> Result<()>) -> Result<()> {
-        let parts = self.parts()?;
-        if let Some(copy) = self.find(LM_HEAD).filter(|_| self.shape.tied) {
-            let embedding = parts.iter().find_map(|(spec, _, source)| match source {
-                PartSource::Plain(tensor) if spec.role == Role::Wte => Some(*tensor),
-                _ => None,
-            });
-            if let Some(embedding) = embedding {
-                expect_same(embedding, copy)?;
-            }
-        }
         let mut reader = Reader::default();
-        parts.into_iter().try_for_each(|(spec, part, source)| reader.read_part(spec, &part, source, &mut write))
+        self.parts()?.into_iter().try_for_each(|(spec, part, source)| reader.read_part(spec, &part, source, &mut write))
+    }
+
+    fn names(&self) -> &'static Names {
+        self.shape.family.spec().names
+    }
+
+    /// The names under which these files may have the tensor that the family's row calls `name`. A bare model, saved without its head,
+    /// has names without the prefix.
+    fn names_in_files(&self, name: &str) -> (String, Option<String>) {
+        match self.layout.zip(self.shape.family.text_part()) {
+            Some((layout, part)) => (layout.name_from(part.layouts[0], name), None),
+            None => (name.to_string(), name.strip_prefix(self.names().prefix).map(String::from)),
+        }
+    }
+
+    fn find_of_row(&self, name: &str) -> Option<LocatedTensor<'_>> {
+        let (name, bare) = self.names_in_files(name);
+        self.find(&name).or_else(|| self.find(&bare?))
+    }
+
+    /// The second copy of the token embedding that a tied model may have as its output matrix.
+    pub(super) fn tied_copy(&self) -> Option<LocatedTensor<'_>> {
+        self.find_of_row(self.names().head).filter(|_| self.shape.tied)
+    }
+
+    /// Whether files have an output matrix that the shape ties, with other values than the token embedding's.
+    fn finds_another_head(&self) -> Result<bool> {
+        let Some(copy) = self.tied_copy() else { return Ok(false) };
+        check(copy.name, copy, &[self.shape.vocab, self.shape.channels])?;
+        let Names { prefix, wte, .. } = self.names();
+        // Without an embedding, the error is that of a missing tensor.
+        let embedding = self.find_of_row(&format!("{prefix}{wte}.weight"));
+        embedding.filter(|embedding| embedding.info.shape == copy.info.shape).map_or(Ok(false), |embedding| differ(embedding, copy))
+    }
+
+    /// Whether the tensor `name` is one that training neither reads nor changes.
+    fn is_unused(&self, name: &str) -> bool {
+        is_ignored(name) || self.shape.family.text_part().is_some_and(|part| part.carries(name))
     }
 
     /// Checks all names, shapes and formats, and returns the source of each part of each tensor in the table.
-    fn parts(&self) -> Result<Vec<(&TensorSpec, HfPart, PartSource<'_>)>> {
+    pub(super) fn parts(&self) -> Result<Vec<(&TensorSpec, HfPart, PartSource<'_>)>> {
         let (mut parts, mut missing) = (vec![], vec![]);
-        let mut unexpected: BTreeSet<&str> = self.place.keys().map(String::as_str).filter(|name| !is_ignored(name)).collect();
-        if let (true, Some(copy)) = (self.shape.tied && unexpected.remove(LM_HEAD), self.find(LM_HEAD)) {
-            check(LM_HEAD, copy, &[self.shape.vocab, self.shape.channels])?;
+        let mut unexpected: BTreeSet<&str> = self.place.keys().map(String::as_str).filter(|name| !self.is_unused(name)).collect();
+        if let Some(copy) = self.tied_copy() {
+            unexpected.remove(copy.name);
         }
         for (spec, part) in self.table.specs().iter().flat_map(|spec| spec.parts().map(move |part| (spec, part))) {
-            // A bare model, saved without its head, has names without the prefix.
-            let names = [Some(part.name.as_str()), part.name.strip_prefix(self.shape.base_prefix())];
+            let (name, bare) = self.names_in_files(&part.name);
             let mut take = |name: &str| unexpected.remove(name).then(|| self.find(name)).flatten();
-            let plain = names.into_iter().flatten().find_map(&mut take);
-            let packed = PACKED_SUFFIXES.map(|suffix| format!("{}{suffix}", part.name));
+            let plain = [Some(&name), bare.as_ref()].into_iter().flatten().find_map(|name| take(name));
+            let packed = PACKED_SUFFIXES.map(|suffix| format!("{name}{suffix}"));
             let [blocks, scales] = packed.each_ref().map(|name| if plain.is_none() && part.may_be_packed() { take(name) } else { None });
             match (plain, blocks.zip(scales)) {
                 (Some(tensor), _) => {
@@ -120,29 +197,61 @@ impl ModelWeights {
                     check_packed(blocks, scales, spec, &part)?;
                     parts.push((spec, part, PartSource::Mxfp4 { blocks, scales }));
                 }
-                (None, None) => missing.push(part.name),
+                (None, None) => missing.push(name),
             }
         }
+        self.expect_none(&missing, &unexpected)?;
+        Ok(parts)
+    }
+
+    fn expect_none(&self, missing: &[String], unexpected: &BTreeSet<&str>) -> Result<()> {
         let path = if self.files.len() == 1 { self.files[0].path() } else { &self.dir };
-        let list = |names: Vec<&str>| {
-            let quoted: Vec<String> = names.iter().take(3).map(|name| format!("{name:?}")).collect();
-            format!("{}{}", quoted.join(", "), if names.len() > 3 { ", ..." } else { "" })
-        };
         match (missing.len(), unexpected.len()) {
-            (0, 0) => Ok(parts),
+            (0, 0) => Ok(()),
             (0, n) => {
-                Err(Error::format(path, format_args!("{n} tensors that the model does not have: {}", list(Vec::from_iter(unexpected)))))
+                Err(Error::format(path, format_args!("{n} tensors that the model does not have: {}", listed(unexpected.iter().copied()))))
             }
-            (n, _) => {
-                Err(Error::format(path, format_args!("{n} tensors are missing: {}", list(missing.iter().map(String::as_str).collect()))))
-            }
+            (n, _) => Err(Error::format(path, format_args!("{n} tensors are missing: {}", listed(missing.iter().map(String::as_str))))),
         }
     }
 
-    fn find(&self, name: &str) -> Option<LocatedTensor<'_>> {
+    /// All tensors in the order of the files.
+    pub(super) fn in_order(&self) -> impl Iterator<Item = LocatedTensor<'_>> {
+        self.files.iter().enumerate().flat_map(|(idx, file)| {
+            let mut names: Vec<&str> = file.names().filter(|name| self.place.get(*name) == Some(&idx)).collect();
+            names.sort_by_key(|name| (file.info(name).map(|info| info.data_offsets), *name));
+            names.into_iter().filter_map(|name| self.find(name))
+        })
+    }
+
+    pub(super) fn find(&self, name: &str) -> Option<LocatedTensor<'_>> {
         let (name, &idx) = self.place.get_key_value(name)?;
         let file = &self.files[idx];
         Some(LocatedTensor { name, file, info: file.info(name)? })
+    }
+}
+
+/// The first names of a list, quoted.
+fn listed<'a>(names: impl ExactSizeIterator<Item = &'a str>) -> String {
+    let more = if names.len() > 3 { ", ..." } else { "" };
+    let quoted: Vec<String> = names.take(3).map(|name| format!("{name:?}")).collect();
+    format!("{}{more}", quoted.join(", "))
+}
+
+/// The names of the text part among the tensors in `place`: those of the layout in which the token embedding is found.
+fn layout_of(part: &TextPart, names: &Names, place: &HashMap<String, usize>, dir: &Path) -> Result<Layout> {
+    let embedding = |layout: &Layout| format!("{}{}.weight", layout.prefix, names.wte);
+    let mut found = part.layouts.iter().filter(|layout| place.contains_key(&embedding(layout)));
+    match (found.next(), found.next()) {
+        (Some(layout), None) => Ok(*layout),
+        (Some(first), Some(second)) => {
+            let (first, second) = (embedding(first), embedding(second));
+            Err(Error::format(dir, format_args!("two token embeddings, {first} and {second}: which one is the text part's is not known")))
+        }
+        (None, _) => {
+            let all: Vec<String> = part.layouts.iter().map(embedding).collect();
+            Err(Error::format(dir, format_args!("no token embedding of the text part; looked for {}", all.join(", "))))
+        }
     }
 }
 
@@ -283,8 +392,8 @@ impl Reader {
     }
 }
 
-/// The second copy of a tied token embedding must be identical, because training would discard it.
-fn expect_same(embedding: LocatedTensor<'_>, copy: LocatedTensor<'_>) -> Result<()> {
+/// Whether two tensors of one shape differ in a bit.
+fn differ(embedding: LocatedTensor<'_>, copy: LocatedTensor<'_>) -> Result<bool> {
     let elems = embedding.info.shape.iter().product::<usize>();
     let (mut raw, mut first, mut second) = (vec![], vec![], vec![]);
     for start in (0..elems).step_by(BLOCK_ELEMS) {
@@ -293,11 +402,10 @@ fn expect_same(embedding: LocatedTensor<'_>, copy: LocatedTensor<'_>) -> Result<
             source.read(start, &mut raw, block)?;
         }
         if first.iter().zip(&second).any(|(a, b)| a.to_bits() != b.to_bits()) {
-            let cause = format_args!("{LM_HEAD} is not the token embedding, but config.json ties them");
-            return Err(Error::format(copy.file.path(), cause));
+            return Ok(true);
         }
     }
-    Ok(())
+    Ok(false)
 }
 
 impl LocatedTensor<'_> {

@@ -1,6 +1,6 @@
 use super::safetensors::TensorFile;
 use super::*;
-use crate::checkpoint::export::{Options, export, export_checkpoint};
+use crate::checkpoint::export::{Exportable, Options, export, export_checkpoint, parse_shape};
 use crate::checkpoint::tests::{TensorSource, save};
 use crate::checkpoint::{SavedLossScale, Scheduler, TrainerState, open, verify};
 use crate::disk::faults::{self, Mode};
@@ -39,6 +39,11 @@ fn config(architecture: &str) -> Value {
     }
 }
 
+/// Families whose exports need nothing beside the trained tensors.
+fn text_only() -> impl Iterator<Item = &'static str> {
+    Family::architectures().filter(|name| Family::find(name).unwrap().text_part().is_none())
+}
+
 struct Model {
     shape: ModelShape,
     table: TensorTable,
@@ -61,11 +66,13 @@ fn model(config: &Value) -> Model {
 
 impl Model {
     fn export(&self, out: &Path, options: Options) -> Result<()> {
-        export(out, &self.files, options, |spec, out| {
+        let shape = parse_shape(&out.join(CONFIG), &self.files)?;
+        let model = Exportable { files: self.files.clone(), shape, carried: None };
+        let read = |spec: &TensorSpec, out: &mut [f32]| {
             out.copy_from_slice(&self.flat[spec.range()]);
             Ok(())
-        })
-        .map(drop)
+        };
+        export(out, &model, options, read).map(drop)
     }
 
     fn load(&self, dir: &Path) -> Result<Vec<f32>> {
@@ -124,7 +131,7 @@ fn assert_error<T>(result: Result<T>, parts: &[&str]) {
 
 #[test]
 fn every_family_comes_back_to_the_bit_and_exports_to_the_same_files() {
-    for architecture in Family::architectures() {
+    for architecture in text_only() {
         for options in [Options::default(), sharded(6000)] {
             let (dir, out, model) = exported(architecture, options);
             let back = Model { flat: model.load(&out).unwrap(), ..model };
@@ -141,7 +148,7 @@ fn every_family_comes_back_to_the_bit_and_exports_to_the_same_files() {
 
 #[test]
 fn weights_come_in_blocks_that_cover_every_tensor_once() {
-    for architecture in Family::architectures() {
+    for architecture in text_only() {
         let (_dir, out, model) = exported(architecture, sharded(6000));
         let mut times = vec![0; model.table.flat_elems()];
         let (mut largest, mut blocks) = (0, 0);
@@ -252,6 +259,10 @@ fn fused_and_transposed_weights_take_their_original_form() {
     });
 }
 
+fn llama() -> Family {
+    Family::find("LlamaForCausalLM").unwrap()
+}
+
 const LM_HEAD: &str = "lm_head.weight";
 
 #[test]
@@ -330,8 +341,29 @@ fn names_without_prefix_old_buffers_and_a_second_copy_of_tied_weights_are_accept
     });
     assert_eq!(bits(&model.load(&out).unwrap()), bits(&model.flat));
     edit(&out, |tensors| find(tensors, LM_HEAD).3[100] ^= 1);
-    let read = ModelWeights::open(&out, &model.shape).unwrap().read(|at, _| panic!("{at} was written before the comparison"));
-    assert_error(read, &["model.safetensors", "lm_head.weight is not the token embedding"]);
+    let weights = ModelWeights::open(&out, &model.shape).unwrap();
+    assert!(model.shape.tied && !weights.shape().tied);
+    assert!(weights.note().unwrap().contains("config.json ties lm_head.weight to the token embedding, but their values differ"));
+}
+
+#[test]
+fn a_tie_that_both_tensors_break_is_no_tie_and_the_export_records_it() {
+    let config = config("Qwen3ForCausalLM");
+    let tied = json!({"tie_word_embeddings": true});
+    let mut broken = config.clone();
+    broken.as_object_mut().unwrap().extend(tied.as_object().unwrap().clone());
+    let (dir, untied) = (tempfile::tempdir().unwrap(), model(&config));
+    let (out, again) = (dir.path().join("out"), dir.path().join("again"));
+    untied.export(&out, Options::default()).unwrap();
+    fs::write(out.join(CONFIG), broken.to_string()).unwrap();
+    let shape = crate::model::presets::shape(&out).unwrap();
+    assert_eq!((shape.tied, &shape), (false, &untied.shape), "a plan counts both");
+    assert_eq!(bits(&Model { shape: ModelShape { tied: true, ..shape }, ..model(&config) }.load(&out).unwrap()), bits(&untied.flat));
+    let checkpoint = Model { files: vec![(CONFIG.into(), broken.to_string().into())], ..untied };
+    export_checkpoint(&save_checkpoint(dir.path(), 1, &checkpoint), &again, Options::default()).unwrap();
+    let written: Value = serde_json::from_slice(&fs::read(again.join(CONFIG)).unwrap()).unwrap();
+    assert_eq!(written["tie_word_embeddings"], json!(false));
+    assert_eq!(fs::read(again.join(SINGLE)).unwrap(), fs::read(out.join(SINGLE)).unwrap());
 }
 
 #[test]
@@ -567,7 +599,7 @@ fn code_templates_and_licences_go_along_and_links_to_elsewhere_do_not() {
         fs::write(out.join(name), name).unwrap();
     }
     fs::create_dir(out.join("LICENSES")).unwrap();
-    let mut collected: Vec<_> = model_files(&out).unwrap().into_iter().map(|(name, _)| name).collect();
+    let mut collected: Vec<_> = model_files(&out, llama()).unwrap().into_iter().map(|(name, _)| name).collect();
     collected.sort();
     let mut expected = [&kept[..], &[CONFIG, "tokenizer.json", TOKENIZER_CONFIG]].concat();
     expected.sort();
@@ -581,7 +613,7 @@ fn code_templates_and_licences_go_along_and_links_to_elsewhere_do_not() {
         let _ = fs::remove_file(&path);
         std::os::unix::fs::symlink(&secret, &path).unwrap();
         let model = model(&config);
-        let result = if name == SINGLE { model.load(&out).map(|_| ()) } else { model_files(&out).map(|_| ()) };
+        let result = if name == SINGLE { model.load(&out).map(|_| ()) } else { model_files(&out, llama()).map(|_| ()) };
         assert_error(result, &[name, "is a link to", "secret"]);
         fs::remove_file(&path).unwrap();
         content.iter().for_each(|content| fs::write(&path, content).unwrap());
@@ -600,11 +632,11 @@ fn weights_in_another_format_are_named_with_the_way_to_convert_them() {
 #[test]
 fn the_files_around_the_weights_are_collected() {
     let (_dir, out, model) = exported("LlamaForCausalLM", Options::default());
-    let files = model_files(&out).unwrap();
+    let files = model_files(&out, llama()).unwrap();
     assert_eq!(files.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["config.json", "tokenizer.json"]);
     assert_eq!(files[1], model.files[1]);
     fs::remove_file(out.join(CONFIG)).unwrap();
-    assert_error(model_files(&out), &["config.json"]);
+    assert_error(model_files(&out, llama()), &["config.json"]);
 }
 
 proptest! {

@@ -1,0 +1,173 @@
+//! The tensors of an export: their order, their formats, their files.
+
+use super::export_config::pretty;
+use crate::disk::{Dir, OutFile};
+use crate::dtype::{Dtype, Element};
+use crate::error::{Error, Result};
+use crate::model::tensors::{HfPart, TensorSpec, TensorTable};
+use crate::model::weights::carried::{CarriedTensors, SourceTensor};
+use crate::model::weights::position;
+use crate::model::weights::safetensors::METADATA;
+use crate::model_dir::{INDEX, SINGLE};
+use ::safetensors::tensor::Dtype as FileDtype;
+use half::{bf16, f16};
+use serde_json::{Map, Value, json};
+use std::collections::{HashMap, HashSet};
+
+/// Elements narrowed and written at once; few in tests, so that small tensors have many blocks.
+const WRITE_ELEMS: usize = if cfg!(test) { 100 } else { 1 << 18 };
+
+/// A tensor to write.
+pub(super) struct Item<'a> {
+    name: String,
+    dtype: FileDtype,
+    shape: Vec<usize>,
+    content: Content<'a>,
+}
+
+enum Content<'a> {
+    /// A part of a tensor of the table.
+    Trained(&'a TensorSpec, HfPart),
+    /// The bytes of the source.
+    Carried(&'a CarriedTensors),
+}
+
+impl Item<'_> {
+    fn bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8
+    }
+}
+
+/// All tensors of `table` in forward order, in format `dtype`. Parts of one of ours are neighbours, so that it is read once.
+pub(super) fn of_table(table: &TensorTable, dtype: Dtype) -> Vec<Item<'_>> {
+    let item = |spec, part: HfPart| Item {
+        name: part.name.clone(),
+        dtype: file_dtype(dtype),
+        shape: TensorSpec::part_shape(spec, &part),
+        content: Content::Trained(spec, part),
+    };
+    table.specs().iter().rev().flat_map(|spec| spec.parts().map(move |part| item(spec, part))).collect()
+}
+
+/// All tensors of the source in its order: those of `table` in format `dtype`, or in their own, and the carried ones as they were.
+///
+/// # Errors
+/// `Format` for a source that is not that of the table.
+pub(super) fn of_source<'a>(carried: &'a CarriedTensors, table: &'a TensorTable, dtype: Option<Dtype>) -> Result<Vec<Item<'a>>> {
+    let parts = table.specs().iter().flat_map(|spec| spec.parts().map(move |part| (part.name.clone(), (spec, part))));
+    let (parts, mut names) = (parts.collect::<HashMap<_, _>>(), HashSet::new());
+    let wrong = |name: &str| Error::format(carried.path(), format_args!("lists {name:?}, which does not fit the model"));
+    let item = |SourceTensor { name, dtype: own, shape, trained }: &SourceTensor| {
+        let content = match trained {
+            None => Content::Carried(carried),
+            Some(part) => parts.get(part).map(|(spec, part)| Content::Trained(spec, part.clone())).ok_or_else(|| wrong(name))?,
+        };
+        let fits = match &content {
+            Content::Carried(_) => true,
+            Content::Trained(spec, part) => {
+                names.insert(part.name.clone());
+                spec.part_shape(part) == *shape && [FileDtype::F32, FileDtype::BF16, FileDtype::F16].contains(own)
+            }
+        };
+        let dtype = dtype.filter(|_| trained.is_some()).map_or(*own, file_dtype);
+        if fits { Ok(Item { name: name.clone(), dtype, shape: shape.clone(), content }) } else { Err(wrong(name)) }
+    };
+    let items: Vec<Item> = carried.source().iter().map(item).collect::<Result<_>>()?;
+    match parts.keys().find(|name| !names.contains(*name)) {
+        None => Ok(items),
+        Some(name) => Err(Error::format(carried.path(), format_args!("lists no {name:?}, which the model has"))),
+    }
+}
+
+fn file_dtype(dtype: Dtype) -> FileDtype {
+    match dtype {
+        Dtype::Bfloat16 => FileDtype::BF16,
+        Dtype::Float16 => FileDtype::F16,
+        _ => FileDtype::F32,
+    }
+}
+
+/// `items` in their order, divided into shards of at most so many bytes, or of one tensor.
+fn shards(items: Vec<Item<'_>>, max_shard_bytes: u64) -> Vec<Vec<Item<'_>>> {
+    let mut shards: Vec<Vec<Item>> = vec![];
+    let mut shard_bytes = 0;
+    for item in items {
+        let bytes = item.bytes() as u64;
+        match shards.last_mut() {
+            Some(shard) if shard_bytes + bytes <= max_shard_bytes => shard.push(item),
+            _ => {
+                shards.push(vec![item]);
+                shard_bytes = 0;
+            }
+        }
+        shard_bytes += bytes;
+    }
+    shards
+}
+
+/// Writes `items` into `dir`, in shards of at most so many bytes. `read` gives the values of a tensor of the table.
+pub(super) fn write(
+    dir: &Dir,
+    items: Vec<Item<'_>>,
+    max_shard_bytes: u64,
+    mut read: impl FnMut(&TensorSpec, &mut [f32]) -> Result<()>,
+) -> Result<()> {
+    let (mut weight_map, mut total_bytes) = (Map::new(), 0);
+    let (mut tensor, mut held) = (vec![], None);
+    let shards = shards(items, max_shard_bytes);
+    for (shard, number) in shards.iter().zip(1..) {
+        let name = if shards.len() == 1 { SINGLE.into() } else { format!("model-{number:05}-of-{:05}.safetensors", shards.len()) };
+        let mut file = dir.create_file(&name)?;
+        file.write(&header(shard))?;
+        for item in shard {
+            match &item.content {
+                Content::Carried(carried) => carried.read(&item.name, |bytes| file.write(bytes))?,
+                Content::Trained(spec, part) => {
+                    if held != Some(spec.index) {
+                        tensor.resize(spec.elems(), 0.0);
+                        read(spec, &mut tensor)?;
+                        held = Some(spec.index);
+                    }
+                    write_part(&mut file, (spec, part), &tensor, item.dtype)?;
+                }
+            }
+            weight_map.insert(item.name.clone(), Value::from(name.as_str()));
+            total_bytes += item.bytes();
+        }
+        file.sync()?;
+    }
+    let index = json!({"metadata": {"total_size": total_bytes}, "weight_map": weight_map});
+    if shards.len() > 1 { dir.write_file(INDEX, &pretty(&index)).map(drop) } else { Ok(()) }
+}
+
+/// The length, then the JSON, padded so that the tensors are aligned.
+fn header(shard: &[Item<'_>]) -> Vec<u8> {
+    let (mut map, mut start) = (Map::new(), 0);
+    map.insert(METADATA.into(), json!({"format": "pt"}));
+    for item in shard {
+        let end = start + item.bytes();
+        map.insert(item.name.clone(), json!({"dtype": item.dtype, "shape": item.shape, "data_offsets": [start, end]}));
+        start = end;
+    }
+    let mut text = Value::Object(map).to_string();
+    text.push_str(&" ".repeat(text.len().next_multiple_of(8) - text.len()));
+    [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
+}
+
+fn write_part(file: &mut OutFile, (spec, part): (&TensorSpec, &HfPart), tensor: &[f32], dtype: FileDtype) -> Result<()> {
+    let elems = part.rows * spec.row_elems();
+    for start in (0..elems).step_by(WRITE_ELEMS) {
+        let values = (start..elems.min(start + WRITE_ELEMS)).map(|i| tensor[position(spec, part, i)]);
+        match dtype {
+            FileDtype::BF16 => write_block::<bf16>(file, values)?,
+            FileDtype::F16 => write_block::<f16>(file, values)?,
+            _ => write_block::<f32>(file, values)?,
+        }
+    }
+    Ok(())
+}
+
+fn write_block<E: Element>(file: &mut OutFile, values: impl Iterator<Item = f32>) -> Result<()> {
+    let block: Vec<E> = values.map(E::from_f32).collect();
+    file.write(bytemuck::cast_slice(&block))
+}

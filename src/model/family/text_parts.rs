@@ -1,0 +1,137 @@
+//! Text parts of multimodal models: rows of the table for decoders that files hold beside a tower for images. The tower is carried: it is
+//! neither read nor trained, and an export writes it as it was.
+//!
+//! Text tokens have equal temporal, vertical and horizontal positions. Therefore rotations in sections (`mrope`) are plain rotations for
+//! them, in any division of the channels.
+
+use super::{FamilySpec, GEMMA_NAMES, GEMMA3, LLAMA_NAMES, MISTRAL, Names, QWEN2, QWEN3, WindowRule};
+use crate::model::text_part::{Layout, TextPart};
+
+const OUTSIDE: Layout = Layout { prefix: "language_model.model.", head: "language_model.lm_head.weight" };
+/// The layout that `transformers` 4.52 introduced.
+const INSIDE: Layout = Layout { prefix: "model.language_model.", head: "lm_head.weight" };
+/// The layout of a save of the text part alone.
+const ALONE: Layout = Layout { prefix: "model.", head: "lm_head.weight" };
+
+const OUTSIDE_FIRST: [Layout; 3] = [OUTSIDE, INSIDE, ALONE];
+const INSIDE_FIRST: [Layout; 3] = [INSIDE, OUTSIDE, ALONE];
+const ALONE_FIRST: [Layout; 3] = [ALONE, INSIDE, OUTSIDE];
+
+const OUTSIDE_NAMES: Names = Names { prefix: OUTSIDE.prefix, head: OUTSIDE.head, ..LLAMA_NAMES };
+const OUTSIDE_GEMMA_NAMES: Names = Names { prefix: OUTSIDE.prefix, head: OUTSIDE.head, ..GEMMA_NAMES };
+const INSIDE_NAMES: Names = Names { prefix: INSIDE.prefix, head: INSIDE.head, ..LLAMA_NAMES };
+
+const TOWER_AND_PROJECTOR: &[&str] = &["vision_tower.", "multi_modal_projector."];
+const VISUAL: &[&str] = &["visual."];
+
+const QWEN_MEDIA: &[(&[&str], u32)] = &[
+    (&["image_token_id"], 151_655),
+    (&["video_token_id"], 151_656),
+    (&["vision_start_token_id"], 151_652),
+    (&["vision_end_token_id"], 151_653),
+];
+
+const QWEN2_VL: TextPart = TextPart {
+    may_be_flat: true,
+    model_types: &["qwen2_vl_text", "qwen2_vl"],
+    defaults: &[
+        ("vocab_size", 152_064.0),
+        ("hidden_size", 8192.0),
+        ("intermediate_size", 29_568.0),
+        ("num_hidden_layers", 80.0),
+        ("num_attention_heads", 64.0),
+        ("num_key_value_heads", 8.0),
+        ("max_position_embeddings", 32_768.0),
+        ("rms_norm_eps", 1e-5),
+        ("sliding_window", 4096.0),
+        ("max_window_layers", 80.0),
+    ],
+    layouts: ALONE_FIRST,
+    carried: VISUAL,
+    media: QWEN_MEDIA,
+};
+
+pub(super) static ROWS: [FamilySpec; 5] = [
+    FamilySpec {
+        architecture: "Gemma3ForConditionalGeneration",
+        names: &OUTSIDE_GEMMA_NAMES,
+        text_part: Some(TextPart {
+            may_be_flat: false,
+            model_types: &["gemma3_text"],
+            defaults: &[
+                ("vocab_size", 262_208.0),
+                ("hidden_size", 2304.0),
+                ("intermediate_size", 9216.0),
+                ("num_hidden_layers", 26.0),
+                ("num_attention_heads", 8.0),
+                ("num_key_value_heads", 4.0),
+                ("head_dim", 256.0),
+                ("max_position_embeddings", 131_072.0),
+                ("rms_norm_eps", 1e-6),
+            ],
+            layouts: OUTSIDE_FIRST,
+            carried: TOWER_AND_PROJECTOR,
+            media: &[
+                (&["image_token_index", "image_token_id"], 262_144),
+                (&["boi_token_index", "boi_token_id"], 255_999),
+                (&["eoi_token_index", "eoi_token_id"], 256_000),
+            ],
+        }),
+        ..GEMMA3
+    },
+    FamilySpec {
+        architecture: "Mistral3ForConditionalGeneration",
+        names: &OUTSIDE_NAMES,
+        tied: true,
+        text_part: Some(TextPart {
+            may_be_flat: false,
+            model_types: &["mistral"],
+            defaults: &[
+                ("vocab_size", 32_000.0),
+                ("hidden_size", 4096.0),
+                ("intermediate_size", 14_336.0),
+                ("num_hidden_layers", 32.0),
+                ("num_attention_heads", 32.0),
+                ("num_key_value_heads", 8.0),
+                ("max_position_embeddings", 131_072.0),
+                ("rms_norm_eps", 1e-6),
+            ],
+            layouts: OUTSIDE_FIRST,
+            carried: TOWER_AND_PROJECTOR,
+            media: &[(&["image_token_index", "image_token_id"], 10)],
+        }),
+        ..MISTRAL
+    },
+    FamilySpec { architecture: "Qwen2VLForConditionalGeneration", rope_theta: 1_000_000.0, text_part: Some(QWEN2_VL), ..QWEN2 },
+    FamilySpec {
+        architecture: "Qwen2_5_VLForConditionalGeneration",
+        rope_theta: 1_000_000.0,
+        text_part: Some(TextPart { model_types: &["qwen2_5_vl_text", "qwen2_5_vl"], ..QWEN2_VL }),
+        ..QWEN2
+    },
+    FamilySpec {
+        architecture: "Qwen3VLForConditionalGeneration",
+        names: &INSIDE_NAMES,
+        window: WindowRule::Never,
+        rope_theta: 500_000.0,
+        text_part: Some(TextPart {
+            may_be_flat: false,
+            model_types: &["qwen3_vl_text"],
+            defaults: &[
+                ("vocab_size", 151_936.0),
+                ("hidden_size", 4096.0),
+                ("intermediate_size", 22_016.0),
+                ("num_hidden_layers", 32.0),
+                ("num_attention_heads", 32.0),
+                ("num_key_value_heads", 32.0),
+                ("head_dim", 128.0),
+                ("max_position_embeddings", 128_000.0),
+                ("rms_norm_eps", 1e-6),
+            ],
+            layouts: INSIDE_FIRST,
+            carried: VISUAL,
+            media: QWEN_MEDIA,
+        }),
+        ..QWEN3
+    },
+];
