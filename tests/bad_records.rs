@@ -58,7 +58,7 @@ fn a_bad_record_ends_a_run_with_its_place_and_leaves_nothing() {
         (output(json!([turn("user", "a"), {"role": "assistant", "content": null}])), "the chat template"),
         (
             output(json!([{"role": "user", "content": [{"type": "image"}]}])),
-            "message 0 of `messages` has a part of type \"image\": only text",
+            "message 0 of `messages` has a part of type \"image\": text parts only",
         ),
         (requested("loop").to_string(), "loops for ever"),
         (requested("grow").to_string(), "makes too much text"),

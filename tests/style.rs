@@ -1,5 +1,6 @@
 //! House rules as a test: what a reader of this repository should never meet.
 
+mod builds;
 mod face;
 mod floors;
 mod messages;
