@@ -108,6 +108,7 @@ const RULES: [Rule; 7] = [
             "src/sync.rs",
             "src/data/encode/pipeline.rs",
             "src/checkpoint/engine_state.rs",
+            "src/checkpoint/read_ahead.rs",
             // Before a step, or beside a search.
             "src/hub/download.rs",
             "src/search/progress.rs",

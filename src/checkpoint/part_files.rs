@@ -32,7 +32,7 @@ impl PartFiles {
         self.0.iter().try_for_each(|(file, _)| file.for_each_chunk(|_| ()))
     }
 
-    /// The same files, opened again for another thread.
+    /// These files, opened again for another thread.
     pub(super) fn reopened(&self) -> Result<Self> {
         self.0.iter().map(|(file, own)| Ok((file.reopened()?, own.clone()))).collect::<Result<_>>().map(Self)
     }

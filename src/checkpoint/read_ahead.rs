@@ -10,7 +10,7 @@ pub(super) const READERS: usize = 4;
 pub(super) const PIECES: usize = 2 * READERS;
 
 /// The end of a lane that takes pieces.
-struct Lane<T> {
+struct PieceLane<T> {
     pieces: Receiver<Result<T>>,
     taken: Sender<T>,
 }
@@ -37,11 +37,11 @@ pub(super) fn in_order<R: Send, T: Default + Send>(
             let read = &read;
             let run = move || fill((first..count).step_by(step), |nth, piece| read(&mut reader, nth, piece), &filled, &spare);
             let thread = thread::Builder::new().name("read ahead".into()).spawn_scoped(scope, run);
-            thread.map(|_| Lane { pieces, taken }).map_err(|e| Error::resource("start a thread that reads a checkpoint", e))
+            thread.map(|_| PieceLane { pieces, taken }).map_err(|e| Error::resource("start a thread that reads a checkpoint", e))
         };
         let lanes = readers.into_iter().enumerate().map(start).collect::<Result<Vec<_>>>()?;
         for nth in 0..count {
-            let Lane { pieces, taken } = &lanes[nth % step];
+            let PieceLane { pieces, taken } = &lanes[nth % step];
             let piece = pieces.recv().expect("a reader sends all of its pieces")?;
             take(nth, &piece)?;
             // A reader that has sent its last piece needs no other one.

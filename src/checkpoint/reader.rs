@@ -56,7 +56,7 @@ pub fn verify(dir: &Path) -> Result<Manifest> {
 }
 
 impl Loaded {
-    /// The same checkpoint, with its files opened again for another thread.
+    /// This checkpoint, with its files opened again for another thread.
     ///
     /// # Errors
     /// A file that is missing or has another size by now.

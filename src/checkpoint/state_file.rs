@@ -71,7 +71,7 @@ impl StateFile {
         Ok(Self { file: open_sized(path, bytes)?, bytes, crc32c: crc32c.into(), chunk: Vec::new(), current: None })
     }
 
-    /// The same file, opened again for another thread.
+    /// This file, opened again for another thread.
     pub(super) fn reopened(&self) -> Result<Self> {
         let file = open_sized(self.path(), self.bytes)?;
         Ok(Self { file, bytes: self.bytes, crc32c: self.crc32c.clone(), chunk: Vec::new(), current: None })
