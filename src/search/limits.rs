@@ -89,8 +89,8 @@ impl LargestModel {
     }
 }
 
-/// Whether `request` has a plan that fits. The policies with the least memory are tried first: they are candidates of every plan whose
-/// policies are open, and alone they cost a thousandth of all candidates.
+/// Whether `request` has a plan that fits. Two uniform policies with little memory are tried first. They are among the candidates of every
+/// plan whose policies are open, so a plan fits if one of them does.
 fn fits(request: &Request, machine: &Machine) -> bool {
     // A request for streams or early rows is refused if the fastest plan that fits has none, so all candidates count.
     let any_will_do =
