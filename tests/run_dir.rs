@@ -64,6 +64,9 @@ fn a_second_run_is_refused_at_once_and_the_first_does_not_notice() {
         second.refused(1, &[workspace.path("r").to_str().unwrap(), &pid, host.trim(), "started 20", "--output-dir"]);
         assert!(second.stdout.is_empty() && start.elapsed() < Duration::from_secs(5), "{second:?}");
     }
+    fs::write(workspace.path("r/trace.json"), "mine").unwrap();
+    run(&mut workspace.train("r", &[])).refused(1, &["another run", &pid]);
+    fs::remove_file(workspace.path("r/trace.json")).unwrap();
     run(&mut workspace.train("r", &["--model", "/nowhere"])).refused(2, &["--model /nowhere: no such directory"]);
     run(program(&["digest"]).arg(workspace.path("r/checkpoint-2"))).digest();
     let exported = run(program(&["export"]).arg(workspace.path("r")).arg(workspace.path("exported")));

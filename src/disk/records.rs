@@ -114,11 +114,13 @@ fn read(dir: &Dir, name: &str, bytes_max: u64) -> Option<Vec<u8>> {
     (bytes.len() as u64 <= bytes_max).then_some(bytes)
 }
 
-/// Whether the folder has the mark, or was created but not yet marked by a run that was killed.
+/// Whether the folder has the mark, or was created but not yet marked by a run that was killed. One listing decides which: a run that
+/// starts at this moment may mark its folder between two looks.
 fn is_records(folder: &Dir) -> Result<bool> {
-    match folder.kind(RECORDS_MANIFEST.pattern)? {
-        None => Ok(folder.names()?.iter().all(|name| name.to_string_lossy().starts_with(".manifest.json.tmp-"))),
-        Some(_) => RECORDS_MANIFEST.is_own(folder, RECORDS_MANIFEST.pattern),
+    let names = folder.names()?;
+    match names.iter().any(|name| name == RECORDS_MANIFEST.pattern) {
+        true => RECORDS_MANIFEST.is_own(folder, RECORDS_MANIFEST.pattern),
+        false => Ok(names.iter().all(|name| name.to_string_lossy().starts_with(".manifest.json.tmp-"))),
     }
 }
 
@@ -133,6 +135,22 @@ mod tests {
         old_name: "data.json",
         bytes_max: 100,
     };
+
+    #[test]
+    fn a_folder_that_a_run_marks_at_this_moment_is_recognised() {
+        for _ in 0..50 {
+            let tmp = tempfile::tempdir().unwrap();
+            let dir = Dir::open(tmp.path()).unwrap();
+            drop(dir.create_dir(RECORDS.pattern).unwrap());
+            std::thread::scope(|scope| {
+                let marking = scope.spawn(|| Records::at(tmp.path()).map(drop));
+                while !marking.is_finished() {
+                    assert!(RECORDS.is_own(&dir, RECORDS.pattern).unwrap(), "of a folder that is being marked");
+                }
+                marking.join().unwrap().unwrap();
+            });
+        }
+    }
 
     #[test]
     fn a_record_reads_back_and_nothing_else_does() {

@@ -37,7 +37,8 @@ impl RunDir {
         let is_new = fs::symlink_metadata(path).is_err();
         fs::create_dir_all(path).map_err(|e| Error::io("create", path, e))?;
         let dir = Dir::open(path)?;
-        owned_names::claim_lock(&dir, settings, observer)?;
+        // A run that is at work creates and renames entries while they are checked: its lock is the reason to give, not their state.
+        owned_names::claim_lock(&dir, settings, observer).map_err(|e| RunLock::refusal_of_holder(&dir).unwrap_or(e))?;
         let lock = RunLock::take(&dir)?;
         owned_names::claim(&dir, settings, observer)?;
         if !lock.is_supported() {

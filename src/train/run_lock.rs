@@ -57,6 +57,12 @@ impl RunLock {
         }
     }
 
+    /// The refusal that names the run that holds the lock of `dir`, if one does. Creates no file, and holds no lock afterwards.
+    pub(super) fn refusal_of_holder(dir: &Dir) -> Option<Error> {
+        let file = dir.open_file(LOCK.pattern).ok().flatten()?;
+        matches!(disk::try_lock(&file), Ok(Lock::Taken)).then(|| refusal(dir, file))
+    }
+
     /// Whether it keeps others out: not on a file system that knows no locks.
     pub(super) fn is_supported(&self) -> bool {
         self.supported
@@ -126,7 +132,9 @@ mod tests {
         let words =
             [format!("pid {} on host {}, started 20", std::process::id(), host.trim()), " UTC; end that".into(), "--output-dir".into()];
         assert!(words.iter().all(|word| refused.to_string().contains(word)) && refused.exit_code() == 1, "{refused}");
+        assert_eq!(RunLock::refusal_of_holder(&dir).unwrap().to_string(), refused.to_string());
         drop(first);
+        assert!(RunLock::refusal_of_holder(&dir).is_none());
         assert!(RunLock::take(&dir).unwrap().is_supported());
     }
 
