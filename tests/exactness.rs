@@ -10,7 +10,6 @@ use proptest::test_runner::TestRunner;
 use serde_json::json;
 use std::cell::Cell;
 use superoffload::internals::bucket::{BucketLayout, BucketStarts, LayoutRequest, Tier};
-#[cfg(feature = "stv")]
 use superoffload::internals::data::{Batch, Batches};
 use superoffload::internals::device::Kernels;
 use superoffload::internals::engine::{Counts, Engine, ExpertLoad};
@@ -29,6 +28,8 @@ struct Case {
     seed: u64,
     layers: usize,
     experts: bool,
+    /// Whether most targets are masked, and the head computes the trained rows alone.
+    masked: bool,
     vocab: usize,
     tied: bool,
     dtype: &'static str,
@@ -123,7 +124,7 @@ impl UseEngine for Steps<'_> {
     fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<Run> {
         let Self(case, way) = self;
         load(&mut engine, random_params(case.seed));
-        let mut batches = Noise::new(case.seed, case.vocab);
+        let mut batches = Text { noise: Noise::new(case.seed, case.vocab), masked: case.masked };
         let (mut counts, mut losses) = (Counts::default(), Vec::new());
         for step in 0..STEPS {
             let before = if way.evaluates { Some(engine.evaluate(&mut batches.clone())?) } else { None };
@@ -134,6 +135,23 @@ impl UseEngine for Steps<'_> {
             losses.push((report.loss.to_bits(), report.expert_load));
         }
         Ok((digest(&mut engine), counts, losses))
+    }
+}
+
+/// Random tokens. With `masked`, one of four targets counts, and none in some micro-batches.
+#[derive(Clone)]
+struct Text {
+    noise: Noise,
+    masked: bool,
+}
+
+impl Batches for Text {
+    fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
+        self.noise.fill(batch)?;
+        let has_targets = batch.tokens[0] % 3 > 0;
+        let is_masked = |at: usize| self.masked && at > 0 && !(has_targets && at.is_multiple_of(4));
+        batch.targets.iter_mut().enumerate().filter(|(at, _)| is_masked(*at)).for_each(|(_, target)| *target = -1);
+        Ok(())
     }
 }
 
@@ -159,7 +177,7 @@ fn run(case: &Case, way: &Way) -> Run {
     let lines = format!(
         "strategy = \"{}\"\nthreads = {}\nbucket-mib = {}\nslots = {}\nresident-buckets = {}\ncast = \"{}\"\n{without}\n{adversary}\n\
          seed = {}\n{dtype}\nmoments = \"{}\"\ngradient-accumulation-steps = {}\ngradient-shares = {}\ngradient-group = {}\ngpus = {}\nmax-grad-norm = {}\ninject = [{}]\n\
-         seq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
+         head-rows = \"{}\"\nseq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
         way.strategy,
         way.threads,
         bucket_kib as f64 / 1024.0,
@@ -174,6 +192,7 @@ fn run(case: &Case, way: &Way) -> Run {
         ranks,
         case.max_norm,
         inject.collect::<Vec<_>>().join(","),
+        if case.masked { "trained" } else { "all" },
     );
     let balance = if case.experts { "router-aux-loss-coef = 0.5" } else { "" };
     let plan = |weights: &str, early: &str| {
@@ -215,7 +234,7 @@ fn cases() -> impl Strategy<Value = Case> {
     let fault = (1..=STEPS, 0.0..1.0f64, 0usize..4, prop::sample::select(vec!["\"nan\"", "\"inf\"", "\"-inf\"", "1e3"]));
     (
         any::<u32>(),
-        (1usize..4, any::<bool>()),
+        (1usize..4, any::<bool>(), any::<bool>()),
         prop::sample::select(vec![17usize, 64, 300, 900]),
         any::<bool>(),
         (prop::sample::select(vec!["bfloat16", "float16", "float32", FP8]), prop::sample::select(MOMENTS.to_vec())),
@@ -226,19 +245,22 @@ fn cases() -> impl Strategy<Value = Case> {
         prop::collection::vec(fault, 0..3),
     )
         .prop_map(
-            |(seed, (layers, experts), vocab, tied, (dtype, moments), (partial_sums, group, micro_batches), max_norm, faults)| Case {
-                seed: u64::from(seed),
-                layers,
-                experts,
-                vocab,
-                tied,
-                dtype,
-                moments,
-                partial_sums,
-                group,
-                micro_batches,
-                max_norm,
-                faults,
+            |(seed, (layers, experts, masked), vocab, tied, (dtype, moments), (partial_sums, group, micro_batches), max_norm, faults)| {
+                Case {
+                    seed: u64::from(seed),
+                    layers,
+                    experts,
+                    masked,
+                    vocab,
+                    tied,
+                    dtype,
+                    moments,
+                    partial_sums,
+                    group,
+                    micro_batches,
+                    max_norm,
+                    faults,
+                }
             },
         )
 }
@@ -409,6 +431,7 @@ fn tiny_case(partial_sums: usize) -> Case {
         seed: 3,
         layers: 2,
         experts: false,
+        masked: false,
         vocab: 64,
         tied: true,
         dtype,
@@ -449,6 +472,7 @@ fn any_number_of_ranks_gives_the_bits_of_one() {
             moments: moments(seed),
             vocab: 300,
             experts: seed / 2 % 2 == 1,
+            masked: seed % 2 == 1,
             group: if partial_sums == 4 { 1 + seed as usize / 3 % 2 } else { 1 },
             micro_batches: 1 + seed as usize % 2,
             max_norm,

@@ -26,6 +26,7 @@ mod fp8;
 mod fuzz_corpus;
 mod going_on;
 mod guide;
+mod head_rows;
 mod hub;
 #[cfg(feature = "hub")]
 #[expect(dead_code, reason = "shared with the tests beside the code")]

@@ -36,6 +36,7 @@ fn every_memory_class_of_a_plan_for_cpus_matches_allocations() {
                 "gradient-shares = 4\ngradient-group = 2\n",
                 "dtype = \"float32\"\nslots = 3\n",
                 "moments = \"bfloat16\"\n",
+                "head-rows = \"trained\"\n",
                 "gradient-accumulation-steps = 2\nactivations = \"recompute-block\"\n",
             ] {
                 compare(&format!("{strategy}{more}"), shape, &Machine::cpu(2));
@@ -128,6 +129,7 @@ fn every_memory_class_of_a_plan_for_several_gpus_matches_allocations() {
             "weights = \"sharded\"\n",
             "strategy = \"no-offload\"\n",
             "sequence-ranks = 2\n",
+            "sequence-ranks = 2\nhead-rows = \"trained\"\n",
             // Two ranks share each key head.
             "sequence-ranks = 4\nactivations = \"recompute-block\"\n",
             "sequence-ranks = 4\nactivations = \"host-attention\"\n",

@@ -20,7 +20,7 @@ fn warnings(outcome: &Outcome) -> Vec<&str> {
     outcome.stderr.lines().filter(|line| line.starts_with("warning: ")).collect()
 }
 
-fn manifest(checkpoint: &Path) -> Value {
+pub fn manifest(checkpoint: &Path) -> Value {
     let sealed: Value = serde_json::from_slice(&fs::read(checkpoint.join("trainer_state.json")).unwrap()).unwrap();
     sealed["manifest"].clone()
 }

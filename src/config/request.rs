@@ -6,6 +6,7 @@ use crate::data::rows::row_table::RowRules;
 use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
 use crate::dtype::Dtype;
 use crate::model::activations::LossTile;
+use crate::model::head_rows::HeadRows;
 use crate::model::shape::ModelShape;
 use crate::optim::adam::AdamHyper;
 use crate::recipe::{Numerics, Recipe, RowOrder, Schedule};
@@ -33,6 +34,7 @@ impl Settings {
             attention: self.attention,
             deterministic: !self.nondeterministic,
             experts: self.expert_products,
+            head_rows: self.head_rows,
             loss_tile: self.loss_tile,
             long_sums: self.long_sums,
         }
@@ -55,6 +57,7 @@ impl Settings {
                 attention: Attention::Plain,
                 experts: ExpertProducts::Own,
                 long_sums: LongSums::Library,
+                head_rows: HeadRows::All,
                 loss_tile: LossTile { rows: 1, vocab: shape.vocab },
                 attention_block: None,
                 mlp_tile: None,

@@ -27,8 +27,8 @@ use crate::optim::moments::Moments;
 use crate::optim::schedule::{LrScheduler, TrainLength};
 use crate::recipe::part::RunPart;
 use crate::request::choices::{
-    ActivationsChoice, AttentionChoice, CastSide, EarlyRows, ExpertProductsChoice, HostMemoryKind, IsaChoice, ResidentBuckets, Strategy,
-    Technique, Transport, WeightsChoice,
+    ActivationsChoice, AttentionChoice, CastSide, EarlyRows, ExpertProductsChoice, HeadRowsChoice, HostMemoryKind, IsaChoice,
+    ResidentBuckets, Strategy, Technique, Transport, WeightsChoice,
 };
 use crate::signals::StopSignal;
 use crate::units::Bytes;
@@ -556,6 +556,8 @@ settings! {
         attention: AttentionChoice = AttentionChoice::Auto, Free, Recipe;
         /// Implementation of expert matrix products on a GPU.
         expert_products: ExpertProductsChoice = ExpertProductsChoice::Auto, Free, Recipe;
+        /// Rows that the head computes: output matrix and loss.
+        head_rows: HeadRowsChoice = HeadRowsChoice::Auto, Free, Recipe;
         /// Allow GPU kernels whose results may differ between runs in the last bit.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         nondeterministic: bool = false, Free, Recipe;

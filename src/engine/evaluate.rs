@@ -54,11 +54,11 @@ impl<D: Kernels> Engine<D> {
         self.driver_state.set_activity(DriverActivity::Enqueuing, 0);
         let per_partial_sum = self.plan.micro_batches_per_partial_sum();
         for micro_step in 0..micro_steps {
-            self.upload_batch(micro_step)?;
+            let head_rows = self.upload_inputs(micro_step)?;
             self.forward_modules(micro_step == 0)?;
             self.wait_for_params(Module::Head)?;
-            let micro =
-                MicroStep { first: micro_step % per_partial_sum == 0, inv_targets: 1.0 / targets as f32, loss_scale: 1.0, balance: 0.0 };
+            let (first, inv_targets) = (micro_step % per_partial_sum == 0, 1.0 / targets as f32);
+            let micro = MicroStep { first, inv_targets, loss_scale: 1.0, balance: 0.0, head_rows };
             let places = if micro_step == 0 { places } else { &[] };
             self.with_weights(Module::Head, Pass::Forward, |engine| {
                 engine.model.head(&mut engine.dev, micro, false)?;

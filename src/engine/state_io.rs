@@ -221,7 +221,7 @@ impl<D: Kernels> Engine<D> {
         let out = self.dev.alloc("logits", elems, self.plan.recipe.numerics.dtype)?;
         let wide = self.dev.alloc("logits fp32", elems, Dtype::Float32)?;
         self.read_batch(0, 0, batches)?;
-        self.upload_batch(0)?;
+        self.upload_inputs(0)?;
         self.forward_modules(true)?;
         self.with_weights(Module::Head, Pass::Forward, |engine| engine.model.logits(&mut engine.dev, out))?;
         self.dev.launch(Cast { stream: Stream::Compute, src: out, dst: wide })?;

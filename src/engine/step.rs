@@ -14,6 +14,7 @@ use crate::device::{Kernels, Stream, Zero};
 use crate::error::{Error, Result};
 use crate::faults::FaultPhase;
 use crate::model::MicroStep;
+use crate::model::head_rows;
 use crate::model::tensors::Module;
 use crate::optim::optimizer::Update;
 use crate::planner::plan::Plan;
@@ -130,7 +131,7 @@ impl<D: Kernels> Engine<D> {
         for micro_step in 0..accum {
             let first = micro_step % per_partial_sum == 0;
             let whole = (micro_step + 1).is_multiple_of(per_partial_sum).then_some(micro_step / per_partial_sum);
-            self.upload_batch(micro_step)?;
+            let head_rows = self.upload_inputs(micro_step)?;
             self.forward_modules(micro_step == 0)?;
             if let Some(bounds) = self.model.expert_bounds() {
                 self.expert_rows.copy(&mut self.dev, bounds, micro_step)?;
@@ -142,7 +143,7 @@ impl<D: Kernels> Engine<D> {
             if first && micro_step > 0 {
                 self.wait_for_sums(self.plan.placement.layout.count() - 1)?;
             }
-            let micro = MicroStep { first, inv_targets, loss_scale: self.steps.loss_scale().scale(), balance };
+            let micro = MicroStep { first, inv_targets, loss_scale: self.steps.loss_scale().scale(), balance, head_rows };
             self.wait_for_ring(Module::Head, whole)?;
             self.with_weights(Module::Head, Pass::Backward, |engine| engine.model.head(&mut engine.dev, micro, true))?;
             self.grads_written(Module::Head, whole)?;
@@ -321,13 +322,28 @@ impl<D: Kernels> Engine<D> {
         padding.try_for_each(|pad| self.dev.launch(Zero { x: self.model.grads.slice(pad.start, pad.len()) }))
     }
 
-    pub(super) fn upload_batch(&mut self, micro_step: usize) -> Result<()> {
-        let inputs = self.memory.batch(&self.plan, micro_step);
+    /// Enqueues the copy of the micro-batch's inputs. Returns the number of rows that the head computes; `None` if it computes all.
+    pub(super) fn upload_inputs(&mut self, micro_step: usize) -> Result<Option<usize>> {
+        let head_rows = self.select_head_rows(micro_step);
         if self.plan.recipe.separates_documents() {
-            let starts = batch::documents(self.host.lend(inputs), self.plan.recipe.step.micro_batch * self.plan.recipe.step.seq_length);
+            let batch = self.memory.batch(&self.plan, micro_step);
+            let starts = batch::documents(self.host.lend(batch), self.plan.recipe.step.micro_batch * self.plan.recipe.step.seq_length);
             self.dev.set_documents(starts, self.plan.recipe.step.seq_length)?;
         }
-        self.dev.copy_h2d(Stream::Compute, inputs, self.model.activations.inputs)
+        self.dev.copy_h2d(Stream::Compute, self.memory.inputs(&self.plan, micro_step), self.model.activations.inputs)?;
+        Ok(head_rows)
+    }
+
+    /// Writes the lists of selected rows of the head behind the micro-batch, if the recipe computes trained rows alone.
+    fn select_head_rows(&mut self, micro_step: usize) -> Option<usize> {
+        let (words, tokens) = (self.plan.head_row_words(), self.plan.recipe.step.tokens_of_rank());
+        if words == 0 {
+            return None;
+        }
+        let inputs = self.host.lend_mut(self.memory.inputs(&self.plan, micro_step));
+        let (batch, lists) = inputs.split_at_mut(self.plan.batch_words());
+        let (rows, targets) = lists.split_at_mut(words / 2);
+        head_rows::select(batch::targets(batch, tokens), rows, targets, self.plan.recipe.numerics.loss_tile.rows)
     }
 
     fn begin_validation(&mut self, learning_rate: f64) -> Result<()> {

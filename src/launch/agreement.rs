@@ -19,7 +19,7 @@ use crate::ranks::links::{EndOfRun, LastResort, Links};
 use crate::ranks::rendezvous::{ProcessRendezvous, differs};
 use crate::ranks::run_token::{RunToken, TOKEN_VARIABLE};
 use crate::request::Request;
-use crate::request::choices::{CastSide, ExpertProductsChoice, Technique, Transport};
+use crate::request::choices::{CastSide, ExpertProductsChoice, HeadRowsChoice, Technique, Transport};
 use crate::signals::StopFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -83,6 +83,7 @@ pub(crate) struct Proposal {
     without: Vec<Technique>,
     loss_tile: Option<LossTile>,
     long_sums: Option<LongSums>,
+    head_rows: HeadRowsChoice,
     expert_products: ExpertProductsChoice,
     /// Whether the token embedding is also the output matrix, which the weights decide.
     tied: bool,
@@ -189,6 +190,7 @@ impl Proposal {
             without: wanted.without,
             loss_tile: kernels.loss_tile,
             long_sums: kernels.long_sums,
+            head_rows: kernels.head_rows,
             expert_products: kernels.experts,
             tied: plan.recipe.model.tied,
             facts: facts(plan),
@@ -208,6 +210,7 @@ impl Proposal {
             without: self.without.clone(),
             loss_tile: self.loss_tile,
             long_sums: self.long_sums,
+            head_rows: self.head_rows,
             expert_products: self.expert_products,
             is_batch_open: false,
             ..own.clone()

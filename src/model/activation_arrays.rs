@@ -21,7 +21,8 @@ pub(crate) struct Activations {
     pub tile: LossTile,
     /// Tokens that an MLP processes at once.
     pub(super) mlp_tile: usize,
-    /// A [`crate::data::rows::batch::Batch`] as int32 `[arrays, T]`, filled by the caller. The next four slices are its arrays.
+    /// A [`crate::data::rows::batch::Batch`] as int32 `[arrays, T]`, filled by the caller. The next four slices are its arrays. The lists
+    /// of [`super::head_rows::select`] follow, if the head computes selected rows.
     pub(crate) inputs: DeviceSlice,
     /// Token ids.
     pub(super) tokens: DeviceSlice,
@@ -34,6 +35,8 @@ pub(crate) struct Activations {
     /// Table of each of [`ModelShape::ropes`], fp32 `[seq_length, rotary_dim / 2, 2]`; filled by the caller with
     /// [`super::rope::RopeTable`].
     pub(crate) rope_tables: Vec<DeviceSlice>,
+    /// Rows that the head computes and their workspaces, if it computes [`super::head_rows::HeadRows::Trained`].
+    pub(super) head_rows: Option<HeadRowsWork>,
     /// Mean loss of the optimizer step, fp32 `[1]`; not multiplied by the loss scale.
     pub loss: DeviceSlice,
     pub(super) layers: Vec<LayerActivations>,
@@ -137,6 +140,19 @@ pub(super) struct SequenceWork {
     pub(super) dqkv: DeviceSlice,
     /// Gradients of keys and values that several ranks contribute to, and their sum.
     pub(super) parts: DeviceSlice,
+}
+
+/// Selected rows of the head. The caller fills the lists, which lie behind the other inputs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct HeadRowsWork {
+    /// Indices of selected rows, int32 `[T]`.
+    pub(super) rows: DeviceSlice,
+    /// Their targets, int32 `[T]`.
+    pub(super) targets: DeviceSlice,
+    /// Hidden states of the selected rows of a tile, `[tile rows, channels]`.
+    pub(super) hidden: DeviceSlice,
+    /// Gradients of these hidden states.
+    pub(super) dhidden: DeviceSlice,
 }
 
 /// Workspaces of experts, for the R = `T * k` rows of all tokens.

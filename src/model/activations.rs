@@ -6,11 +6,12 @@
 
 pub(crate) use super::activation_arrays::Activations;
 use super::activation_arrays::{
-    ExpertWork, LayerActivations, NormActivations, QkNormActivations, RawActivations, RoutedActivations, SequenceWork,
+    ExpertWork, HeadRowsWork, LayerActivations, NormActivations, QkNormActivations, RawActivations, RoutedActivations, SequenceWork,
 };
 use super::expert_bounds::bounds_stride;
 pub(crate) use super::expert_bounds::{bounds_elems, expert_bounds};
 use super::fp8::{self, Fp8Work, LINEARS};
+use super::head_rows::{self, HeadRows};
 use super::heads::{SequenceRank, shared_cols, widest_cols};
 use super::host_turns::{BUFFERS, give_turns, host_slots};
 use super::layer_shape::{LayerShape, Moe, NormKind, NormSpec};
@@ -60,6 +61,8 @@ pub struct MicroBatch<'a> {
     pub dtype: Dtype,
     /// Whether products of layers are computed in FP8.
     pub fp8: bool,
+    /// Rows that the head computes.
+    pub head_rows: HeadRows,
     /// Size of the logits that exist at once.
     pub tile: LossTile,
     /// Tokens of a tile of the MLP; `None`: the MLP is not divided.
@@ -77,6 +80,7 @@ pub struct ActivationPlan {
     separates_documents: bool,
     dtype: Dtype,
     fp8: bool,
+    head_rows: HeadRows,
     tile: LossTile,
     mlp_tile: usize,
     policies: Vec<LayerPolicy>,
@@ -93,7 +97,7 @@ impl ActivationPlan {
     /// `Usage` when a size is zero, when the sequence is longer than the learned positions of the model, when the number of policies
     /// differs from the number of layers, or when bytes overflow.
     pub fn new(micro_batch: MicroBatch<'_>) -> Result<Self> {
-        let MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, mlp_tile, policies } =
+        let MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, head_rows, tile, mlp_tile, policies } =
             micro_batch;
         if batch == 0 || seq_length == 0 || tile.rows == 0 || tile.vocab == 0 {
             return Err(Error::usage("batch size, sequence length and loss tile must be at least 1"));
@@ -117,6 +121,7 @@ impl ActivationPlan {
             separates_documents,
             dtype,
             fp8,
+            head_rows,
             tile,
             mlp_tile,
             policies,
@@ -202,7 +207,8 @@ impl ActivationPlan {
         let rope_tables = ropes.iter().map(|rope| rope_table(rope.rotary_dim)).collect::<Result<_>>()?;
         let own = product(&[batch::arrays(false), tokens])?;
         let documents = if self.separates_documents { product(&[self.batch, self.seq_length])? } else { 0 };
-        let inputs = memory.matrix("inputs", &[own + documents], Dtype::Int32)?;
+        let lists = head_rows::list_words(self.head_rows, tokens);
+        let inputs = memory.matrix("inputs", &[own + documents + lists], Dtype::Int32)?;
         let input = |index: usize| inputs.slice(index * tokens, tokens);
         Ok(Activations {
             batch: self.batch,
@@ -216,6 +222,7 @@ impl ActivationPlan {
             positions: input(2),
             documents: self.separates_documents.then(|| inputs.slice(own, documents)),
             rope_tables,
+            head_rows: self.head_rows_work(&mut memory, inputs.slice(own + documents, lists))?,
             layers: self.layers(&mut memory)?,
             final_norm_in: memory.rows("final_norm_in", channels)?,
             final_norm_out: memory.rows("final_norm_out", channels)?,
@@ -345,6 +352,16 @@ impl ActivationPlan {
         Ok(layers.iter().enumerate().map(layer).collect())
     }
 
+    /// The `lists` of the head's selected rows and their workspaces; `None` if the head computes all rows.
+    fn head_rows_work(&self, memory: &mut SizedAllocator<'_>, lists: DeviceSlice) -> Result<Option<HeadRowsWork>> {
+        if self.head_rows == HeadRows::All {
+            return Ok(None);
+        }
+        let [rows, targets] = [0, 1].map(|list| lists.slice(list * lists.elems() / 2, lists.elems() / 2));
+        let mut work = |name| memory.matrix(name, &[self.tile.rows, self.shape.channels], self.dtype);
+        Ok(Some(HeadRowsWork { rows, targets, hidden: work("head_rows")?, dhidden: work("dhead_rows")? }))
+    }
+
     /// Workspaces of experts; `None` without experts.
     fn expert_work(&self, memory: &mut SizedAllocator<'_>) -> Result<Option<ExpertWork>> {
         let widest = |cols: &dyn Fn(Moe) -> usize| self.shape.widest(|layer| layer.mlp.moe().map_or(0, cols));
@@ -464,6 +481,7 @@ mod tests {
             separates_documents: false,
             dtype: Dtype::Bfloat16,
             fp8: false,
+            head_rows: HeadRows::All,
             tile: TILE,
             policies,
         }

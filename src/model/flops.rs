@@ -1,11 +1,23 @@
 //! FLOPs of a model: the numerator of every reported FLOP/s.
 
+use super::head_rows::HeadRows;
 use super::shape::ModelShape;
 use super::tensors::TensorTable;
 use std::collections::BTreeMap;
 
 /// The formula of [`ModelShape::flops_per_step`].
 pub(crate) const FLOPS_FORMULA: &str = "6*N*T + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters with the output matrix, T tokens, S_l sequence length (2W - W^2/S in a window of W): causal, no recompute";
+
+/// The formula where the head computes trained rows alone.
+const FLOPS_FORMULA_OF_TRAINED_ROWS: &str = "6*N*T + 6*V*C*T_trained + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters without the output matrix [V, C], T tokens, T_trained trained tokens, S_l sequence length (2W - W^2/S in a window of W): causal, no recompute";
+
+/// The formula of a run's FLOPs.
+pub(crate) fn flops_formula(head_rows: HeadRows) -> &'static str {
+    match head_rows {
+        HeadRows::All => FLOPS_FORMULA,
+        HeadRows::Trained => FLOPS_FORMULA_OF_TRAINED_ROWS,
+    }
+}
 
 impl ModelShape {
     /// Model FLOPs of one optimizer step over `sequences` sequences of `seq_length` tokens, forward and backward, by [`FLOPS_FORMULA`].
@@ -19,6 +31,11 @@ impl ModelShape {
         let matmul_params = TensorTable::new(self).matmul_params() as f64;
         let flops = |(&length, &count): (&usize, &usize)| 6.0 * matmul_params * (count * length) as f64;
         documents.iter().map(flops).sum::<f64>() + self.attention_flops_of(documents)
+    }
+
+    /// Model FLOPs of the output matrix for a token, forward and backward.
+    pub(crate) fn output_flops(&self) -> f64 {
+        6.0 * self.vocab as f64 * self.channels as f64
     }
 
     /// Attention's part of [`Self::flops_of`].

@@ -5,9 +5,14 @@
 //! vocabulary, logits are computed a second time for this, which is cheaper than saving them.
 
 use super::Model;
+use super::activation_arrays::HeadRowsWork;
+use super::head_rows;
 use super::params::LinearParams;
 use super::tensors::Module;
-use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, DeviceSlice, Kernels, Matmul, MatmulLayout, MatmulShape};
+use crate::device::{
+    CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, DeviceSlice, Embed, Kernels, Matmul, MatmulLayout, MatmulShape, ScatterRows,
+    Stream, Zero,
+};
 use crate::error::Result;
 use std::ops::Range;
 
@@ -22,11 +27,15 @@ pub(crate) struct MicroStep {
     pub(crate) loss_scale: f32,
     /// Factor on the loss that balances experts, which affects gradients only; 0 means none.
     pub(crate) balance: f32,
+    /// Number of rows in the list of [`super::head_rows::select`], which the head computes; `None`: all rows.
+    pub(crate) head_rows: Option<usize>,
 }
 
-/// A range of rows (tokens) whose loss is computed together.
+/// A range of rows (tokens) whose loss is computed together, of all rows or of the list of selected rows.
 #[derive(Clone, Copy)]
 struct Rows {
+    /// Indices of selected rows; `None` if the range is one of all rows.
+    selected: Option<DeviceSlice>,
     hidden: DeviceSlice,
     dhidden: DeviceSlice,
     targets: DeviceSlice,
@@ -40,12 +49,25 @@ impl Model {
     /// `train` also runs their backward pass, down to the gradient of the residual stream after the last layer.
     pub(crate) fn head<D: Kernels>(&self, dev: &mut D, micro: MicroStep, train: bool) -> Result<()> {
         self.forward(dev, Module::Head)?;
-        let (tokens, step) = (self.activations.tokens.elems(), self.activations.tile.rows);
-        for start in (0..tokens).step_by(step) {
-            let rows = self.rows(start, step.min(tokens - start));
+        let act = &self.activations;
+        let selected = micro.head_rows.zip(act.head_rows);
+        if train && selected.is_some() {
+            dev.launch(Zero { x: act.dnorm })?;
+        }
+        let (all, step) = match selected {
+            Some((count, _)) => (count, head_rows::piece_rows(act.tile.rows)),
+            None => (act.tokens.elems(), act.tile.rows),
+        };
+        for start in (0..all).step_by(step) {
+            let count = step.min(all - start);
+            let rows = match selected {
+                Some((_, work)) => self.gather(dev, work, start, count)?,
+                None => self.rows(start, count),
+            };
             self.loss(dev, rows, micro)?;
             if train {
                 self.loss_backward(dev, rows, micro)?;
+                self.scatter(dev, rows)?;
             }
         }
         if train { self.backward(dev, Module::Head, micro) } else { Ok(()) }
@@ -69,6 +91,7 @@ impl Model {
     fn rows(&self, start: usize, count: usize) -> Rows {
         let (act, channels) = (&self.activations, self.shape.channels);
         Rows {
+            selected: None,
             hidden: act.final_norm_out.slice(start * channels, count * channels),
             dhidden: act.dnorm.slice(start * channels, count * channels),
             targets: act.targets.slice(start, count),
@@ -76,6 +99,23 @@ impl Model {
             count,
             first: start == 0,
         }
+    }
+
+    /// Copies the hidden states of `count` selected rows, from index `start` of the list, into the workspace.
+    fn gather<D: Kernels>(&self, dev: &mut D, work: HeadRowsWork, start: usize, count: usize) -> Result<Rows> {
+        let (act, channels) = (&self.activations, self.shape.channels);
+        let [hidden, dhidden] = [work.hidden, work.dhidden].map(|rows| rows.slice(0, count * channels));
+        let [selected, targets] = [work.rows, work.targets].map(|list| list.slice(start, count));
+        dev.launch(Embed { tokens: selected, positions: selected, wte: act.final_norm_out, wpe: None, out: hidden, channels })?;
+        let stats = act.loss_stats.slice(0, count * 3);
+        Ok(Rows { selected: Some(selected), hidden, dhidden, targets, stats, count, first: start == 0 })
+    }
+
+    /// Copies the gradients of selected rows to their places in the gradient of all rows, which is zero elsewhere.
+    fn scatter<D: Kernels>(&self, dev: &mut D, rows: Rows) -> Result<()> {
+        let Some(selected) = rows.selected else { return Ok(()) };
+        let (table, channels) = (self.activations.dnorm, self.shape.channels);
+        dev.launch(ScatterRows { stream: Stream::Compute, rows: selected, packed: rows.dhidden, table, below: 0, skipped: 0, channels })
     }
 
     fn loss<D: Kernels>(&self, dev: &mut D, rows: Rows, micro: MicroStep) -> Result<()> {

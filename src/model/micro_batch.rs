@@ -2,10 +2,14 @@
 
 use super::Model;
 use super::head::MicroStep;
+use super::head_rows;
 use super::sequence::PassRunner;
 use super::tensors::Module;
-use crate::device::{Kernels, Stream};
+use crate::device::{EventId, Kernels, Stream};
 use crate::error::Result;
+
+/// A micro-step that is a whole step.
+const ALONE: MicroStep = MicroStep { first: true, inv_targets: 1.0, loss_scale: 1.0, balance: 0.0, head_rows: None };
 
 impl Model {
     /// Prepares the device for the attention of every layer. If the device loads kernels on first use, also runs a micro-batch of zeros
@@ -25,12 +29,20 @@ impl Model {
             return Ok(());
         }
         let done = dev.event()?;
-        self.micro_step(dev, &self.layer_kinds(), |dev| {
-            dev.record(done, Stream::Compute)?;
-            dev.synchronize(done)?;
-            // Makes the device collect its spans.
-            dev.is_done(done).map(drop)
-        })
+        self.micro_step(dev, &self.layer_kinds(), |dev| wait(dev, done))?;
+        self.prepare_head_rows(dev, done)
+    }
+
+    /// Runs the head for every number of rows in which it computes a list of selected rows.
+    fn prepare_head_rows<D: Kernels>(&self, dev: &mut D, done: EventId) -> Result<()> {
+        if self.activations.head_rows.is_none() {
+            return Ok(());
+        }
+        for count in head_rows::piece_counts(self.activations.tile.rows) {
+            self.head(dev, MicroStep { head_rows: Some(count), ..ALONE }, true)?;
+            wait(dev, done)?;
+        }
+        Ok(())
     }
 
     /// The first layer of each kind. Layers of the same shape and policy need the same kernels and products, because all tensors have at
@@ -54,12 +66,19 @@ impl Model {
             self.forward(run, module)?;
             after(run.dev())?;
         }
-        let micro = MicroStep { first: true, inv_targets: 1.0, loss_scale: 1.0, balance: 0.0 };
-        self.head(run.dev(), micro, true)?;
+        self.head(run.dev(), ALONE, true)?;
         for module in layers().rev().chain([Module::Embed]) {
             after(run.dev())?;
-            self.backward(run, module, micro)?;
+            self.backward(run, module, ALONE)?;
         }
         after(run.dev())
     }
+}
+
+/// Waits for all enqueued work, with `done` for the event.
+fn wait<D: Kernels>(dev: &mut D, done: EventId) -> Result<()> {
+    dev.record(done, Stream::Compute)?;
+    dev.synchronize(done)?;
+    // Makes the device collect its spans.
+    dev.is_done(done).map(drop)
 }

@@ -16,6 +16,7 @@ mod forward;
 pub(crate) mod fp8;
 mod fp8_linear;
 mod head;
+pub(crate) mod head_rows;
 pub(crate) mod heads;
 mod host_turns;
 pub(crate) mod init;

@@ -2,13 +2,14 @@
 
 use super::activations::{ActivationPlan, LossTile, MicroBatch};
 use super::fp8::{self, LastWriter};
+use super::head_rows::{self, HeadRows};
 use super::layer_shape::{Ffn, LayerShape, Mlp, Moe};
 use super::policy::LayerPolicy::{self, Host, HostAttention, Keep, RecomputeBlock, RecomputeCheap};
 use super::rope::RopeTable;
 use super::shape::ModelShape;
 use super::tensors::{Module, TensorSpec, TensorTable};
 use super::{MicroStep, Model};
-use crate::data::rows::batch::Batch;
+use crate::data::rows::batch::{self, Batch};
 use crate::device::cpu::{CpuDevice, StreamOrder};
 use crate::device::{Device, DeviceSlice, Lease, RouterRule, Stream};
 use crate::dtype::{Dtype, Element};
@@ -77,6 +78,7 @@ impl Harness {
             separates_documents: documents,
             dtype: E::DTYPE,
             fp8: false,
+            head_rows: HeadRows::All,
             tile,
             mlp_tile,
             policies,
@@ -133,7 +135,7 @@ impl Harness {
         let mut noise = Noise(77);
         let text: Vec<i32> = (0..start + rows + 1).map(|_| (noise.bits() % vocab) as i32).collect();
         let (mut memory, documents) = (vec![0; inputs.elems()], self.model.activations.documents.is_some());
-        let mut batch = Batch::new(&mut memory, SEQ_LENGTH, documents);
+        let mut batch = Batch::new(&mut memory[..batch::arrays(documents) * rows], SEQ_LENGTH, documents);
         batch.tokens.copy_from_slice(&text[start..start + rows]);
         batch.targets.copy_from_slice(&text[start + 1..]);
         if documents {
@@ -193,7 +195,7 @@ fn set_documents(batch: &mut Batch<'_>) {
 }
 
 fn whole(model: &Model) -> MicroStep {
-    MicroStep { first: true, inv_targets: 1.0 / model.activations.tokens.elems() as f32, loss_scale: 1.0, balance: 0.0 }
+    MicroStep { first: true, inv_targets: 1.0 / model.activations.tokens.elems() as f32, loss_scale: 1.0, balance: 0.0, head_rows: None }
 }
 
 /// Weights of norms near one, all other weights around zero; padding zero.
@@ -317,7 +319,7 @@ fn two_micro_steps_are_one_batch_of_twice_the_size() {
         let inv_targets = 1.0 / (4 * SEQ_LENGTH) as f32;
         for (first, sequence) in [(true, 0), (false, 2)] {
             half.feed(sequence);
-            half.train(MicroStep { first, inv_targets, loss_scale: 1.0, balance: 0.0 });
+            half.train(MicroStep { first, inv_targets, loss_scale: 1.0, balance: 0.0, head_rows: None });
         }
         let (loss_slice, grads_slice) = (half.model.activations.loss, half.model.grads);
         assert!((half.download::<f32>(loss_slice)[0] - loss).abs() < 2e-6 * loss, "{name}");
@@ -336,6 +338,53 @@ fn vocabulary_and_row_tiles_change_nothing_but_rounding() {
             assert!((tiled_loss - loss).abs() < 2e-6 * loss, "{family} {rows} {vocab}: {tiled_loss} and {loss}");
             assert_close(&tiled, &grads, &harness.model.table, &format!("{family} {rows} rows {vocab} columns"));
         }
+    }
+}
+
+/// Feeds every third target of sequences `first..first + batch` alone, with the lists of the head's selected rows.
+fn feed_few_targets(harness: &mut Harness, first: usize) -> Option<usize> {
+    harness.feed(first);
+    let (inputs, tokens) = (harness.model.activations.inputs, harness.model.activations.tokens.elems());
+    let mut memory: Vec<i32> = harness.download(inputs);
+    let (batch, lists) = memory.split_at_mut(batch::arrays(false) * tokens);
+    let (rows, kept) = lists.split_at_mut(lists.len() / 2);
+    batch[tokens..2 * tokens].iter_mut().enumerate().filter(|(at, _)| (at + first) % 3 != 0).for_each(|(_, target)| *target = -1);
+    let selected = if rows.is_empty() { None } else { head_rows::select(batch::targets(batch, tokens), rows, kept, tokens) };
+    harness.upload(&memory, inputs);
+    selected
+}
+
+#[test]
+fn a_head_of_trained_rows_changes_nothing_but_rounding() {
+    for (family, rows, vocab) in [("gpt2", usize::MAX, usize::MAX), ("llama", 7, 27), ("llama", 20, usize::MAX)] {
+        let (shape, policies) = (golden_shape(family), vec![Keep; golden_shape(family).layers.len()]);
+        let [all, trained] = [HeadRows::All, HeadRows::Trained].map(|head_rows| {
+            let micro_batch = MicroBatch {
+                shape: &shape,
+                batch: 4,
+                seq_length: SEQ_LENGTH,
+                sequence_ranks: 1,
+                separates_documents: false,
+                dtype: Dtype::Float32,
+                fp8: false,
+                head_rows,
+                tile: LossTile { rows, vocab },
+                mlp_tile: None,
+                policies: &policies,
+            };
+            let mut harness = Harness::of::<f32>(micro_batch, StreamOrder::Adversary { seed: 1 });
+            // Two micro-steps whose trained rows differ: the second one must not see gradients of the first one.
+            for (first, sequence) in [(true, 0), (false, 4)] {
+                let selected = feed_few_targets(&mut harness, sequence);
+                assert_eq!(selected, (head_rows == HeadRows::Trained).then_some(16), "of 48 rows");
+                let inv_targets = 1.0 / 32.0;
+                harness.train(MicroStep { first, inv_targets, loss_scale: 1.0, balance: 0.0, head_rows: selected });
+            }
+            let (loss, grads) = (harness.model.activations.loss, harness.model.grads);
+            (harness.download::<f32>(loss)[0], harness.download::<f32>(grads))
+        });
+        assert!((all.0 - trained.0).abs() < 2e-6 * all.0, "{family}: {} and {}", all.0, trained.0);
+        assert_close(&trained.1, &all.1, &TensorTable::new(&shape), family);
     }
 }
 
@@ -391,7 +440,13 @@ fn two_steps_in_tiles<E: Element>(
     let mut results = Vec::new();
     for sequence in 0..4 {
         harness.feed(sequence);
-        harness.train(MicroStep { first: sequence % 2 == 0, inv_targets: 1.0 / (2 * SEQ_LENGTH) as f32, loss_scale: 1.0, balance: 0.0 });
+        harness.train(MicroStep {
+            first: sequence % 2 == 0,
+            inv_targets: 1.0 / (2 * SEQ_LENGTH) as f32,
+            loss_scale: 1.0,
+            balance: 0.0,
+            head_rows: None,
+        });
         if sequence % 2 == 1 {
             let (loss, grads) = (harness.model.activations.loss, harness.model.grads);
             results.extend([loss, grads].map(|slice| harness.download::<u8>(slice)));
@@ -432,6 +487,7 @@ fn memory_of_experts_is_that_of_the_rows_of_all_tokens() {
         separates_documents: false,
         dtype: Dtype::Float32,
         fp8: false,
+        head_rows: HeadRows::All,
         tile,
         mlp_tile: None,
         policies: &policies,
@@ -552,6 +608,7 @@ fn scales_that_kernels_find_are_those_of_passes() {
             separates_documents: false,
             dtype,
             fp8: true,
+            head_rows: HeadRows::All,
             tile,
             mlp_tile: None,
             policies: &policies,
@@ -593,6 +650,7 @@ fn a_model_refuses_slices_that_do_not_fit() {
             separates_documents: false,
             dtype: Dtype::Float32,
             fp8: false,
+            head_rows: HeadRows::All,
             tile: ONE_TILE,
             mlp_tile: None,
             policies,

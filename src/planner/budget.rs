@@ -13,6 +13,7 @@ use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
 use crate::model::activations::{ActivationPlan, LossTile, MicroBatch, bounds_elems};
+use crate::model::head_rows;
 use crate::model::heads::SequenceRank;
 use crate::model::layer_shape::LayerShape;
 use crate::model::policy::LayerPolicy;
@@ -172,7 +173,7 @@ impl Workload<'_> {
     /// `Usage` if batch and sequence length do not suit the model.
     pub(crate) fn activations(&self, policies: &[LayerPolicy], tile: LossTile) -> Result<ActivationPlan> {
         let StepShape { micro_batch: batch, seq_length, sequence_ranks, .. } = self.recipe.step;
-        let Numerics { dtype, fp8, mlp_tile, .. } = self.recipe.numerics;
+        let Numerics { dtype, fp8, head_rows, mlp_tile, .. } = self.recipe.numerics;
         let (shape, separates_documents) = (self.shape(), self.recipe.separates_documents());
         ActivationPlan::new(MicroBatch {
             shape,
@@ -182,6 +183,7 @@ impl Workload<'_> {
             separates_documents,
             dtype,
             fp8,
+            head_rows,
             tile,
             mlp_tile,
             policies,
@@ -288,7 +290,14 @@ impl Workload<'_> {
         } else {
             batch::distinct(self.recipe.step.micro_batch * self.recipe.step.seq_length, self.shape().vocab)
         };
-        4 * (self.batch_words() + norm_partials + self.recipe.step.shares + expert_words + rows + self.site.ranks * (1 + BOUNCE_ELEMS))
+        let lists = parts * head_rows::list_words(self.recipe.numerics.head_rows, self.recipe.step.tokens_of_rank());
+        4 * (self.batch_words()
+            + lists
+            + norm_partials
+            + self.recipe.step.shares
+            + expert_words
+            + rows
+            + self.site.ranks * (1 + BOUNCE_ELEMS))
     }
 
     /// Words of all micro-batches of a step.

@@ -4,6 +4,7 @@ use super::plan::Plan;
 use crate::bucket::layout::Tier;
 use crate::device::DeviceKind;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
+use crate::model::head_rows::HeadRows;
 use crate::model::policy::LayerPolicy;
 use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
@@ -76,6 +77,9 @@ impl Plan {
         }
         if let Some(block) = self.recipe.numerics.attention_block {
             writeln!(f, "  attention   backward pass in blocks of {block} queries and keys; their gradients are added in fp32")?;
+        }
+        if self.recipe.numerics.head_rows == HeadRows::Trained {
+            writeln!(f, "  head        computed for rows with trained targets; times of this plan assume that every row has one")?;
         }
         if let Some(tile) = self.recipe.numerics.mlp_tile {
             writeln!(f, "  MLP         computed in tiles of {tile} tokens; weight gradients are summed over the tiles")?;

@@ -10,6 +10,7 @@ use crate::data::rows::batch;
 use crate::device::DeviceKind;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::model::activations::MicroBatch;
+use crate::model::head_rows;
 use crate::model::heads::{self, SequenceRank};
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
@@ -135,6 +136,11 @@ impl Plan {
         )
     }
 
+    /// Words of the lists of a micro-batch's selected rows of the head; 0 if the head computes all rows.
+    pub(crate) fn head_row_words(&self) -> usize {
+        head_rows::list_words(self.recipe.numerics.head_rows, self.recipe.step.tokens_of_rank())
+    }
+
     /// Index of `rank` among the ranks that share its sequences.
     pub(crate) fn sequence_rank(&self, rank: usize) -> SequenceRank {
         SequenceRank { rank: rank % self.recipe.step.sequence_ranks, ranks: self.recipe.step.sequence_ranks }
@@ -153,6 +159,7 @@ impl Plan {
             loss_tile: Some(self.recipe.numerics.loss_tile),
             experts: self.recipe.numerics.experts.into(),
             long_sums: Some(self.recipe.numerics.long_sums),
+            head_rows: self.recipe.numerics.head_rows.into(),
             ..request.kernels
         };
         let wanted = Wanted {
@@ -187,9 +194,9 @@ impl Plan {
     /// A micro-batch of a model with this `shape`.
     pub fn micro_batch<'a>(&'a self, shape: &'a ModelShape) -> MicroBatch<'a> {
         let StepShape { micro_batch: batch, seq_length, sequence_ranks, .. } = self.recipe.step;
-        let Numerics { dtype, fp8, loss_tile: tile, mlp_tile, .. } = self.recipe.numerics;
+        let Numerics { dtype, fp8, head_rows, loss_tile: tile, mlp_tile, .. } = self.recipe.numerics;
         let (separates_documents, policies) = (self.recipe.separates_documents(), &self.placement.layer_policies);
-        MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, mlp_tile, policies }
+        MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, head_rows, tile, mlp_tile, policies }
     }
 
     /// Buckets of which every rank stores only its slice of the weights.

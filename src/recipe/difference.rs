@@ -4,14 +4,15 @@
 
 use super::part::RunPart;
 use super::record::{
-    ATTENTION_BLOCK, CPU_SUM_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, LONG_SUMS, LOSS_TILE, MATMUL, MLP_TILE, PLAIN_MATMUL, Record,
-    SEQUENCE_RANKS, STEP,
+    ATTENTION_BLOCK, CPU_SUM_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, HEAD_ROWS, LONG_SUMS, LOSS_TILE, MATMUL, MLP_TILE, PLAIN_MATMUL,
+    Record, SEQUENCE_RANKS, STEP,
 };
 use super::{Numerics, Recipe, RowOrder, Schedule, StepShape};
 use crate::data::checksum::hex;
 use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
 use crate::model::activations::LossTile;
 use crate::model::fp8;
+use crate::model::head_rows::HeadRows;
 use crate::model::shape::ModelShape;
 use crate::optim::moments::Moments;
 use serde_json::{Value, json};
@@ -100,6 +101,7 @@ fn of_numerics(numerics: &Numerics) -> Vec<RecipeField> {
         attention,
         experts,
         long_sums,
+        head_rows,
         loss_tile,
         attention_block,
         mlp_tile,
@@ -128,6 +130,7 @@ fn of_numerics(numerics: &Numerics) -> Vec<RecipeField> {
             json!(long_sums),
             Some(json!(LongSums::Library)),
         ),
+        RecipeField::new("rows of the head", format!("{head_rows:?}")).numeric(HEAD_ROWS, json!(head_rows), Some(json!(HeadRows::All))),
         // Queries and keys; blocks that had all keys were a number.
         RecipeField::new("block of attention", in_words(attention_block)).numeric(
             ATTENTION_BLOCK,

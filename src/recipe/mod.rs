@@ -16,6 +16,7 @@ use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
 use crate::dtype::Dtype;
 use crate::faults::Injection;
 use crate::model::activations::LossTile;
+use crate::model::head_rows::HeadRows;
 use crate::model::shape::ModelShape;
 use crate::optim::adam::AdamHyper;
 use crate::optim::moments::Moments;
@@ -94,6 +95,8 @@ pub struct Numerics {
     pub experts: ExpertProducts,
     /// How long sums of products are computed.
     pub long_sums: LongSums,
+    /// Rows that the head computes.
+    pub head_rows: HeadRows,
     /// Tile of the loss. It is smaller than the usual tile if that one does not fit.
     pub loss_tile: LossTile,
     /// Queries and keys of a block of the first layer's attention backward pass; `None` if it runs in one piece.

@@ -16,6 +16,8 @@ pub(crate) const PLAIN_MATMUL: &str = "in the format of weights";
 pub(crate) const EXPERT_PRODUCTS: &str = "expert_products";
 /// Key of the way in which long sums of products are computed.
 pub(crate) const LONG_SUMS: &str = "long_sums";
+/// Key of the rows that the head computes.
+pub(crate) const HEAD_ROWS: &str = "head_rows";
 /// Key of the block of attention's backward pass; null if it runs in one piece.
 pub(crate) const ATTENTION_BLOCK: &str = "attention_block";
 /// Key of the tokens of a tile of the MLP; null if it runs in one piece.

@@ -1,4 +1,4 @@
-use super::record::{CPU_SUM_BLOCK, LONG_SUMS, MATMUL, STEP};
+use super::record::{CPU_SUM_BLOCK, HEAD_ROWS, LONG_SUMS, MATMUL, STEP};
 use super::*;
 use crate::data::rows::hold_out::EvalSplit;
 use serde_json::{Map, Value, json};
@@ -12,6 +12,7 @@ pub(crate) fn recipe() -> Recipe {
         attention: Attention::Plain,
         experts: ExpertProducts::Own,
         long_sums: LongSums::Library,
+        head_rows: HeadRows::All,
         loss_tile: LossTile { rows: 8, vocab: 9 },
         attention_block: None,
         mlp_tile: None,
@@ -33,7 +34,7 @@ pub(crate) fn recipe() -> Recipe {
 }
 
 /// A change of each field.
-const CHANGES: [fn(&mut Recipe); 32] = [
+const CHANGES: [fn(&mut Recipe); 33] = [
     |r| r.model = Arc::new(ModelShape::demo().with_layers(1)),
     |r| r.rows.packing = Packing::Bfd,
     |r| r.rows.overlong = Overlong::Drop,
@@ -52,6 +53,7 @@ const CHANGES: [fn(&mut Recipe); 32] = [
     |r| r.numerics.attention = Attention::Cudnn { deterministic: true },
     |r| r.numerics.experts = ExpertProducts::Cublaslt,
     |r| r.numerics.long_sums = LongSums::Slices,
+    |r| r.numerics.head_rows = HeadRows::Trained,
     |r| r.numerics.loss_tile.rows = 4,
     |r| r.numerics.attention_block = Some(64),
     |r| r.numerics.mlp_tile = Some(64),
@@ -108,7 +110,7 @@ fn the_record_of_checkpoints_is_stable() {
     recipe.record(&mut run);
     let text = concat!(
         r#"{"model":{},"numerics":{"loss_tile":{"rows":8,"vocab":9},"attention":"plain","expert_products":"own","#,
-        r#""long_sums":"library","attention_block":[4096,4096],"mlp_tile":null,"computed_on":"cpu","cpu_sum_block":128,"#,
+        r#""long_sums":"library","head_rows":"all","attention_block":[4096,4096],"mlp_tile":null,"computed_on":"cpu","cpu_sum_block":128,"#,
         r#""matmul":"in the format of weights","#,
         r#""sequence_ranks":1,"gradient_group":1},"moments":"float32","step":{"micro_batches":4,"gradient_shares":2}}"#,
     );
@@ -121,6 +123,7 @@ fn older_records_are_completed_and_missing_parts_stay_missing() {
     let whole = recipe().complete(then);
     assert_eq!((&whole["numerics"]["attention"], &whole["numerics"][MATMUL]), (&json!("cudnn"), &json!("in the format of weights")));
     assert_eq!(whole["numerics"][LONG_SUMS], json!("library"));
+    assert_eq!(whole["numerics"][HEAD_ROWS], json!("all"));
     assert_eq!(whole["numerics"].get(CPU_SUM_BLOCK), Some(&Value::Null), "sums in one chain");
     assert_eq!((&whole["moments"], whole.get(STEP)), (&json!("float32"), None));
     assert_eq!(recipe().complete(Map::new()).get("numerics"), None::<&Value>);

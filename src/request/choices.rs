@@ -1,6 +1,7 @@
 //! Choices of a request, with words as values.
 
 use crate::device::ExpertProducts;
+use crate::model::head_rows::HeadRows;
 use crate::model::policy::LayerPolicy;
 use clap::ValueEnum;
 use std::fmt;
@@ -151,6 +152,37 @@ impl From<ExpertProducts> for ExpertProductsChoice {
         match by {
             ExpertProducts::Own => Self::Own,
             ExpertProducts::Cublaslt => Self::Cublaslt,
+        }
+    }
+}
+
+/// Rows of a micro-batch that the head computes: output matrix and loss.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HeadRowsChoice {
+    /// All; a resumed run keeps the rows of its checkpoint.
+    Auto,
+    /// Every row.
+    All,
+    /// Rows with a trained target, rounded up to a multiple of a sixteenth of the loss's tile.
+    Trained,
+}
+
+impl From<HeadRows> for HeadRowsChoice {
+    fn from(rows: HeadRows) -> Self {
+        match rows {
+            HeadRows::All => Self::All,
+            HeadRows::Trained => Self::Trained,
+        }
+    }
+}
+
+impl HeadRowsChoice {
+    /// The rows of a run with this choice.
+    pub(crate) fn resolve(self) -> HeadRows {
+        match self {
+            Self::Auto | Self::All => HeadRows::All,
+            Self::Trained => HeadRows::Trained,
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::model::shape::ModelShape;
 use crate::recipe::{Recipe, StepShape};
 use crate::units::Bytes;
 use check::require;
-use choices::{AttentionChoice, EarlyRows, ExpertProductsChoice, HostMemoryKind, IsaChoice, Strategy, Transport};
+use choices::{AttentionChoice, EarlyRows, ExpertProductsChoice, HeadRowsChoice, HostMemoryKind, IsaChoice, Strategy, Transport};
 use cut::{StepCut, StepSplit};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -50,6 +50,8 @@ pub struct KernelChoices {
     pub deterministic: bool,
     /// Implementation of the matrix products of experts on a GPU.
     pub experts: ExpertProductsChoice,
+    /// Rows that the head computes.
+    pub head_rows: HeadRowsChoice,
     /// Tile of the loss that a checkpoint prescribes.
     pub loss_tile: Option<LossTile>,
     /// How long sums of products are computed, as a checkpoint prescribes.

@@ -3,7 +3,7 @@
 use crate::config::settings::Settings;
 use crate::facts::{BuildFacts, DataFacts, MachineFacts, ModelFacts, PlanFacts};
 use crate::metrics::MemoryUse;
-use crate::model::flops::FLOPS_FORMULA;
+use crate::model::flops::flops_formula;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
 use serde::Serialize;
@@ -84,7 +84,7 @@ impl FactsLine {
             memory: MemoryUse::of(plan),
             tokens_per_step,
             flops_per_step,
-            flops_formula: FLOPS_FORMULA,
+            flops_formula: flops_formula(plan.recipe.numerics.head_rows),
             settings: shortened(settings),
         };
         Self { facts }

@@ -10,9 +10,10 @@ use crate::describe;
 use crate::device::{ExpertProducts, LongSums};
 use crate::error::{Error, Result};
 use crate::model::activations::LossTile;
+use crate::model::head_rows::HeadRows;
 use crate::recipe::part::RunPart;
-use crate::recipe::record::{EXPERT_PRODUCTS, GRADIENT_GROUP, LONG_SUMS, LOSS_TILE, SEQUENCE_RANKS, STEP};
-use crate::request::choices::ExpertProductsChoice;
+use crate::recipe::record::{EXPERT_PRODUCTS, GRADIENT_GROUP, HEAD_ROWS, LONG_SUMS, LOSS_TILE, SEQUENCE_RANKS, STEP};
+use crate::request::choices::{ExpertProductsChoice, HeadRowsChoice};
 use crate::units::counted;
 use serde::Deserialize;
 use serde_json::Value;
@@ -63,6 +64,11 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, on_gpu: bool, obser
         long_sums: match recorded(loaded, LONG_SUMS) {
             _ if is_allowed || !on_gpu => None,
             then => Some(long_sums(then).map_err(|e| Error::format(loaded.manifest_path(), format_args!("{LONG_SUMS}: {e}")))?),
+        },
+        head_rows: match settings.head_rows {
+            requested if is_allowed => requested,
+            requested => head_rows(requested, recorded(loaded, HEAD_ROWS))
+                .map_err(|e| Error::format(loaded.manifest_path(), format_args!("{HEAD_ROWS}: {e}")))?,
         },
         expert_products: match settings.expert_products {
             requested if is_allowed || !on_gpu => requested,
@@ -173,6 +179,15 @@ fn expert_products(requested: ExpertProductsChoice, then: Option<&Value>) -> ser
     }
 }
 
+/// Rows of the head: those of a checkpoint, `then`, unless `requested` selects others. Older checkpoints computed all rows.
+fn head_rows(requested: HeadRowsChoice, then: Option<&Value>) -> serde_json::Result<HeadRowsChoice> {
+    match (requested, then) {
+        (HeadRowsChoice::Auto, Some(then)) => HeadRows::deserialize(then).map(HeadRowsChoice::from),
+        (HeadRowsChoice::Auto, None) => Ok(HeadRowsChoice::All),
+        (requested, _) => Ok(requested),
+    }
+}
+
 /// The way of long sums of a checkpoint. Older checkpoints left them to the library.
 fn long_sums(then: Option<&Value>) -> serde_json::Result<LongSums> {
     then.map_or(Ok(LongSums::Library), LongSums::deserialize)
@@ -200,6 +215,15 @@ mod tests {
         assert_eq!(requested(auto, None).unwrap(), own, "a checkpoint of before");
         assert_eq!(requested(own, Some(json!(ExpertProducts::Cublaslt))).unwrap(), own, "which is compared, and refused, later");
         assert!(requested(auto, Some(json!("somebody"))).unwrap_err().to_string().contains("unknown variant `somebody`"));
+    }
+
+    #[test]
+    fn a_run_resumes_with_the_rows_of_its_head_unless_others_are_requested() {
+        let (auto, all, trained) = (HeadRowsChoice::Auto, HeadRowsChoice::All, HeadRowsChoice::Trained);
+        assert_eq!(head_rows(auto, Some(&json!("trained"))).unwrap(), trained);
+        assert_eq!(head_rows(auto, None).unwrap(), all, "a checkpoint of before");
+        assert_eq!(head_rows(all, Some(&json!("trained"))).unwrap(), all, "which is compared, and refused, later");
+        assert!(head_rows(auto, Some(&json!("some"))).unwrap_err().to_string().contains("unknown variant `some`"));
     }
 
     #[test]

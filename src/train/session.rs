@@ -28,6 +28,7 @@ use crate::engine::watch::watchdog::Watchdog;
 use crate::error::{Error, Result};
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
 use crate::metrics::{EvalLine, EvalMetrics, StepMetrics, WrittenSample, rss_bytes};
+use crate::model::head_rows::HeadRows;
 use crate::model::shape::ModelShape;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::schedule::LrSchedule;
@@ -68,12 +69,16 @@ struct StepWork {
 }
 
 impl StepWork {
-    /// A step over `rows` of the rows of `dataset`.
-    fn mean(shape: &ModelShape, dataset: &Dataset, rows: usize) -> Self {
+    /// A step over `rows` of the rows of `dataset`. Where the head computes trained rows alone, its FLOPs for other tokens do not count.
+    fn mean(shape: &ModelShape, dataset: &Dataset, rows: usize, head_rows: HeadRows) -> Self {
         let documents = dataset.lengths();
         let tokens: f64 = documents.iter().map(|(length, count)| *length as f64 * *count as f64).sum();
         let of_a_step = |all: f64| all * rows as f64 / dataset.sequences() as f64;
-        Self { tokens: of_a_step(tokens), flops: of_a_step(shape.flops_of(&documents)) }
+        let left_out = match head_rows {
+            HeadRows::All => 0.0,
+            HeadRows::Trained => shape.output_flops() * tokens * dataset.untrained() as f64 / dataset.tokens() as f64,
+        };
+        Self { tokens: of_a_step(tokens), flops: of_a_step(shape.flops_of(&documents) - left_out) }
     }
 }
 
@@ -145,7 +150,8 @@ impl<D: Kernels> Session<D> {
     ) -> Result<Self> {
         let CheckpointContents { settings, model_files, carrier, run, plan, prompts, about } = contents;
         let step = engine.train_step();
-        let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.recipe.step.micro_batch * plan.recipe.step.micro_batches);
+        let (cut, head_rows) = (plan.recipe.step, plan.recipe.numerics.head_rows);
+        let step_work = StepWork::mean(engine.shape(), loader.dataset(), cut.micro_batch * cut.micro_batches, head_rows);
         let facts = FactsLine::new(about, step, &settings, engine.plan(), engine.shape(), (step_work.tokens, step_work.flops));
         let start = SinkStart { dir: run_dir.dir(), step, facts: &facts };
         let sinks = StepSinks::open(&settings.report_to, &start, observer)?;

@@ -10,7 +10,7 @@ use superoffload::internals::engine::{Counts, Engine, StepReport};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::cpu_engine;
 use superoffload::internals::memory::{Addressing, DeviceMemory};
-use superoffload::internals::model::{ModelShape, TensorTable, init_tensor};
+use superoffload::internals::model::{HeadRows, ModelShape, TensorTable, init_tensor};
 use superoffload::internals::optim::StatePart;
 use superoffload::internals::planner::Machine;
 use superoffload::internals::trace::Recorder;
@@ -108,6 +108,8 @@ impl Run {
 struct Awaited<'a> {
     loader: Loader,
     before_data: &'a mut dyn FnMut(),
+    /// Whether the first five of eight targets of a row are masked, as those of a prompt.
+    masks_prompts: bool,
 }
 
 impl Batches for Awaited<'_> {
@@ -115,6 +117,10 @@ impl Batches for Awaited<'_> {
         (self.before_data)();
         self.loader.fill(batch)?;
         cut(batch);
+        if self.masks_prompts {
+            let length = batch.seq_length;
+            batch.targets.chunks_exact_mut(length).for_each(|row| row[..length * 5 / 8].fill(-1));
+        }
         Ok(())
     }
 }
@@ -168,7 +174,8 @@ pub fn run_engine<D: Kernels>(mut engine: Engine<D>, settings: &Settings, course
     let dataset =
         Dataset::open(&settings.data, &Tokenizer::bytes(), vocab, RowRules::wrapped(settings.seq_length), &mut Preparation::default())?;
     let loader = Loader::new(dataset, batch, settings.seed, true, DataPosition::default())?;
-    let mut batches = Awaited { loader, before_data };
+    let masks_prompts = engine.plan().recipe.numerics.head_rows == HeadRows::Trained;
+    let mut batches = Awaited { loader, before_data, masks_prompts };
     let (mut reports, mut counts) = (Vec::new(), Counts::default());
     for step in 0..steps {
         if let Some(plan) = moves(step)? {
@@ -207,6 +214,7 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
     for dtype in ["float32", "bfloat16"] {
         report.case(&format!("training/losses in {dtype}"), || losses(subject, &shape(), dtype, ""));
         report.case(&format!("training/losses in {dtype}, several documents a row"), || losses(subject, &shape(), dtype, PACKED));
+        report.case(&format!("training/losses in {dtype}, few trained rows"), || losses(subject, &shape(), dtype, TRAINED_ROWS));
         for family in [Experts::Qwen3Moe, Experts::GptOss] {
             report.case(&format!("training/losses of {family:?} in {dtype}"), || losses(subject, &family.shape(4), dtype, ""));
         }
@@ -239,6 +247,9 @@ fn needs_fp8<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
         trained => Ok(trained.map(|_| 0.0)?),
     }
 }
+
+/// Runs with this setting mask the prompts of their data.
+const TRAINED_ROWS: &str = "head-rows = \"trained\"\n";
 
 const PACKED: &str = "packing = \"bfd\"\n";
 
@@ -541,8 +552,9 @@ fn prepared<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
         return Err(Missed::Skipped("the CPU prepares no products".into()));
     }
     let shapes = [shape(), narrow_shape(5), wide_shape(3)];
-    for (shape, activations) in shapes.iter().flat_map(|shape| ["keep", "recompute-cheap", "host"].map(|policy| (shape, policy))) {
-        let toml = format!("{}activations = \"{activations}\"\n", subject.settings);
+    let cases = shapes.iter().flat_map(|shape| ["keep", "recompute-cheap", "host"].map(|policy| (shape, policy, "all")));
+    for (shape, activations, head_rows) in cases.chain([(&shapes[0], "keep", "trained")]) {
+        let toml = format!("{}activations = \"{activations}\"\nhead-rows = \"{head_rows}\"\n", subject.settings);
         let late = train_shape(subject, shape, &toml, 2, false)?.late_products;
         require(late == 0, || format!("{} layers that keep {activations} needed {late} products more", shape.layers.len()))?;
     }

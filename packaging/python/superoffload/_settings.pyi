@@ -166,6 +166,8 @@ class Settings(TypedDict, total=False):
     """Implementation of attention on a GPU [default: auto]."""
     expert_products: Literal["auto", "own", "cublaslt"]
     """Implementation of expert matrix products on a GPU [default: auto]."""
+    head_rows: Literal["auto", "all", "trained"]
+    """Rows that the head computes: output matrix and loss [default: auto]."""
     nondeterministic: bool
     """Allow GPU kernels whose results may differ between runs in the last bit [default: false]."""
     cuda_libraries: str | PathLike[str]

@@ -46,6 +46,11 @@ pub(crate) fn parts(memory: &[i32], (tokens, seq_length): (usize, usize), (rank,
     own.chunks_exact(seq_length).map(move |row| &row[columns.clone()]).chain([documents])
 }
 
+/// The targets in a rank's part of a batch of `tokens` tokens on that rank.
+pub(crate) fn targets(memory: &[i32], tokens: usize) -> &[i32] {
+    &memory[tokens..2 * tokens]
+}
+
 /// Where documents begin, in a rank's part of a batch of `tokens` tokens that separates them.
 pub(crate) fn documents(memory: &[i32], tokens: usize) -> &[i32] {
     &memory[memory.len() - tokens..]

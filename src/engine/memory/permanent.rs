@@ -14,7 +14,7 @@ use crate::planner::plan::Plan;
 
 pub(in crate::engine) struct Memory {
     pub(in crate::engine) states: StateTiers,
-    /// All micro-batches of a step.
+    /// Inputs of all micro-batches of a step.
     batches: PinnedSlice,
     pub(in crate::engine) bounce_buffer: BounceBuffer,
 }
@@ -22,14 +22,19 @@ pub(in crate::engine) struct Memory {
 impl Memory {
     pub(in crate::engine) fn new<D: Device>(plan: &Plan, slices: &Slices, (dev, host): Sides<'_, D>) -> Result<Self> {
         let states = StateTiers::new(plan.optimizer().arrays(), slices, (dev, host))?;
-        let batches = host.alloc("batches", plan.micro_batches_of_rank() * batch_bytes(plan))?;
+        let batches = host.alloc("batches", plan.micro_batches_of_rank() * input_bytes(plan))?;
         dev.pin(batches)?;
         Ok(Self { states, batches, bounce_buffer: BounceBuffer::new((dev, host))? })
     }
 
     /// The memory of one micro-batch: a [`crate::data::rows::batch::Batch`], int32 `[arrays, T]`, or this rank's part of it.
     pub(in crate::engine) fn batch(&self, plan: &Plan, micro_step: usize) -> PinnedSlice {
-        self.batches.slice(micro_step * batch_bytes(plan), batch_bytes(plan))
+        self.inputs(plan, micro_step).slice(0, plan.batch_words() * 4)
+    }
+
+    /// The memory of all inputs of one micro-batch: its [`Self::batch`], and the lists of selected rows of the head.
+    pub(in crate::engine) fn inputs(&self, plan: &Plan, micro_step: usize) -> PinnedSlice {
+        self.batches.slice(micro_step * input_bytes(plan), input_bytes(plan))
     }
 
     /// Writes random initial parameters into the state, with `threads` threads. Leaves all other arrays unchanged. No job may be running.
@@ -62,6 +67,7 @@ impl Memory {
     }
 }
 
-fn batch_bytes(plan: &Plan) -> usize {
-    plan.batch_words() * 4
+/// Bytes of the inputs of one micro-batch.
+fn input_bytes(plan: &Plan) -> usize {
+    (plan.batch_words() + plan.head_row_words()) * 4
 }
