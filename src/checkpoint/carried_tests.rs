@@ -43,7 +43,7 @@ fn checkpoint(dir: &Path, run: &Map<String, Value>) -> Loaded {
 
 #[test]
 fn the_file_has_every_carried_tensor_byte_for_byte_and_lists_the_source() {
-    for name in ["gemma3_vision", "mistral3_vision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"] {
+    for name in ["gemma3_vision", "mistral3_vision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe_4_57"] {
         let tmp = tempfile::tempdir().unwrap();
         let (path, _) = kept(tmp.path(), name);
         assert_eq!(path.metadata().unwrap().len(), weights(name).carried_bytes().unwrap());

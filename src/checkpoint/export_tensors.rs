@@ -60,7 +60,10 @@ pub(super) fn of_source<'a>(carried: &'a CarriedTensors, table: &'a TensorTable,
     let item = |SourceTensor { name, dtype: own, shape, trained }: &SourceTensor| {
         let content = match trained {
             None => Content::Carried(carried),
-            Some(part) => parts.get(part).map(|(spec, part)| Content::Trained(spec, part.clone())).ok_or_else(|| wrong(name))?,
+            Some(part) => {
+                let (spec, part) = parts.get(part).ok_or_else(|| wrong(name))?;
+                Content::Trained(spec, spec.oriented(part.clone(), shape))
+            }
         };
         let fits = match &content {
             Content::Carried(_) => true,

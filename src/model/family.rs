@@ -167,8 +167,17 @@ pub(crate) struct MoeNames {
 pub(crate) enum ExpertFiles {
     /// One tensor for each matrix of each numbered expert: gate, up and down projection.
     Each([&'static str; 3]),
-    /// One tensor for all first matrices and one for all second matrices, `[experts, in, out]`, with biases.
-    Stacked([&'static str; 2]),
+    /// One tensor for all first matrices and one for all second matrices.
+    Stacked([&'static str; 2], Orientation),
+}
+
+/// Orientation of the matrices in a stacked tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Orientation {
+    /// `[experts, in, out]`.
+    Transposed,
+    /// `[experts, out, in]` or `[experts, in, out]`; the shape of the tensor decides.
+    ByShape,
 }
 
 /// Properties of a family's layers with experts.
@@ -318,6 +327,7 @@ const GPT2_NAMES: Names = Names {
 const QWEN_TYPES: TypeRule = TypeRule { switch: true, missing_types: Pattern::From("max_window_layers"), missing_window: None };
 const LLAMA_EXPERTS: MoeNames =
     MoeNames { router: "mlp.gate", experts: "mlp.experts", files: ExpertFiles::Each(["gate_proj", "up_proj", "down_proj"]) };
+const STACKED: [&str; 2] = ["gate_up_proj", "down_proj"];
 
 const LLAMA: FamilySpec = FamilySpec {
     architecture: "LlamaForCausalLM",
@@ -409,6 +419,22 @@ const GEMMA3: FamilySpec = FamilySpec {
     ..GEMMA2
 };
 
+const QWEN3_MOE: FamilySpec = FamilySpec {
+    architecture: "Qwen3MoeForCausalLM",
+    mlp_bias: Presence::Never,
+    qk_norm: Some(QkSpan::Head),
+    kv_heads: Missing::Refuse,
+    window: WindowRule::AllIf("use_sliding_window", 4096),
+    moe: Some(MoeSpec {
+        names: LLAMA_EXPERTS,
+        width: "moe_intermediate_size",
+        renormalised: Presence::Key("norm_topk_prob", false),
+        mixes_layers: true,
+        is_gpt_oss: false,
+    }),
+    ..LLAMA
+};
+
 static FAMILIES: &[FamilySpec] = &[
     FamilySpec {
         architecture: "GPT2LMHeadModel",
@@ -498,21 +524,7 @@ static FAMILIES: &[FamilySpec] = &[
     },
     GEMMA2,
     GEMMA3,
-    FamilySpec {
-        architecture: "Qwen3MoeForCausalLM",
-        mlp_bias: Presence::Never,
-        qk_norm: Some(QkSpan::Head),
-        kv_heads: Missing::Refuse,
-        window: WindowRule::AllIf("use_sliding_window", 4096),
-        moe: Some(MoeSpec {
-            names: LLAMA_EXPERTS,
-            width: "moe_intermediate_size",
-            renormalised: Presence::Key("norm_topk_prob", false),
-            mixes_layers: true,
-            is_gpt_oss: false,
-        }),
-        ..LLAMA
-    },
+    QWEN3_MOE,
     FamilySpec {
         architecture: "OlmoeForCausalLM",
         mlp_bias: Presence::Never,
@@ -559,7 +571,7 @@ static FAMILIES: &[FamilySpec] = &[
         names_rope: true,
         sinks: true,
         moe: Some(MoeSpec {
-            names: MoeNames { router: "mlp.router", experts: "mlp.experts", files: ExpertFiles::Stacked(["gate_up_proj", "down_proj"]) },
+            names: MoeNames { router: "mlp.router", experts: "mlp.experts", files: ExpertFiles::Stacked(STACKED, Orientation::Transposed) },
             width: "intermediate_size",
             renormalised: Presence::Always,
             mixes_layers: false,
@@ -580,7 +592,6 @@ const INEXPRESSIBLE: &[(&str, &str)] = &[
     ("DeepseekV3ForCausalLM", "latent attention"),
     ("Llama4ForCausalLM", "chunked attention and scaled queries"),
     ("Llama4ForConditionalGeneration", "chunked attention and scaled queries"),
-    ("Qwen3VLMoeForConditionalGeneration", "experts that files stack in one tensor without biases"),
     ("Qwen3NextForCausalLM", "linear attention"),
     ("JambaForCausalLM", "state space layers"),
 ];

@@ -3,7 +3,7 @@
 //! Weights, gradients, fp32 parameters and both moments use the same offsets. Tensors are ordered as their gradients become final, so that
 //! a contiguous bucket is complete early: [`Module::Head`], the last layer down to layer 0, [`Module::Embed`].
 
-use super::family::{ExpertFiles, MoeNames, Names};
+use super::family::{ExpertFiles, MoeNames, Names, Orientation};
 use super::layer_shape::{Attn, Ffn, LayerShape, Mlp, Moe, NormKind, NormSpec, QkSpan};
 use super::shape::ModelShape;
 use std::fmt::Display;
@@ -142,6 +142,8 @@ pub struct HfPart {
     pub transposed: bool,
     /// Number of matrices, or vectors, in a stacked tensor of the file: its first dimension.
     pub(crate) stacked: Option<usize>,
+    /// Whether some files have the orientation opposite to `transposed`.
+    pub(crate) either_way: bool,
 }
 
 impl HfPart {
@@ -153,7 +155,7 @@ impl HfPart {
 
     /// Whether files may store this part in MXFP4.
     pub(crate) fn may_be_packed(&self) -> bool {
-        self.stacked.is_some() && self.transposed
+        self.stacked.is_some() && self.transposed && !self.either_way
     }
 }
 
@@ -223,6 +225,12 @@ impl TensorSpec {
             (Some(&cols), true) => vec![cols, rows],
         };
         part.stacked.into_iter().chain(one).collect()
+    }
+
+    /// `part` in the orientation of a tensor of shape `found` in a file. Without a second orientation, or if neither fits, `part` itself.
+    pub(crate) fn oriented(&self, part: HfPart, found: &[usize]) -> HfPart {
+        let turned = HfPart { transposed: !part.transposed, ..part.clone() };
+        if part.either_way && self.part_shape(&turned) == found { turned } else { part }
     }
 }
 
@@ -375,7 +383,7 @@ impl TableBuilder<'_> {
 
     /// A tensor that equals one Hugging Face tensor.
     fn whole(&mut self, module: Module, role: Role, shape: Vec<usize>, init: Init, name: String) {
-        let part = HfPart { name, row_start: 0, rows: shape[0], transposed: false, stacked: None };
+        let part = HfPart { name, row_start: 0, rows: shape[0], transposed: false, stacked: None, either_way: false };
         self.push(module, role, shape, init, vec![part]);
     }
 
@@ -456,7 +464,9 @@ impl TableBuilder<'_> {
                     spec.experts_path = Some(at(names.experts));
                 }
             }
-            ExpertFiles::Stacked(files) => self.experts_stacked(module, moe, files, |name| at(&format!("{}.{name}", names.experts))),
+            ExpertFiles::Stacked(files, orientation) => {
+                self.experts_stacked(module, moe, (files, orientation), |name| at(&format!("{}.{name}", names.experts)));
+            }
         }
         for spec in &mut self.specs[from..] {
             spec.experts = (moe.experts, moe.top_k);
@@ -476,12 +486,22 @@ impl TableBuilder<'_> {
         each(Role::MlpIn, &[gate, up], (ffn.width, channels), init);
     }
 
-    fn experts_stacked(&mut self, module: Module, moe: Moe, [into, out]: [&str; 2], at: impl Fn(&str) -> String) {
+    fn experts_stacked(
+        &mut self,
+        module: Module,
+        moe: Moe,
+        ([into, out], orientation): ([&str; 2], Orientation),
+        at: impl Fn(&str) -> String,
+    ) {
         let (Moe { experts, ffn, .. }, channels, init) = (moe, self.shape.channels, self.matrix_init());
+        let (transposed, either_way) = (orientation == Orientation::Transposed, orientation == Orientation::ByShape);
         let mut stack = |roles: (Role, Role), name: &str, rows: usize, cols: usize| {
-            let part = |name, transposed| vec![HfPart { name, row_start: 0, rows: experts * rows, transposed, stacked: Some(experts) }];
-            self.push(module, roles.0, vec![experts * rows, cols], init, part(at(name), true));
-            self.push(module, roles.1, vec![experts * rows], Init::Zeros, part(at(&format!("{name}_bias")), false));
+            let rows = experts * rows;
+            let vectors = HfPart { name: at(name), row_start: 0, rows, transposed: false, stacked: Some(experts), either_way: false };
+            self.push(module, roles.0, vec![rows, cols], init, vec![HfPart { transposed, either_way, ..vectors.clone() }]);
+            if ffn.bias {
+                self.push(module, roles.1, vec![rows], Init::Zeros, vec![HfPart { name: at(&format!("{name}_bias")), ..vectors }]);
+            }
         };
         stack((Role::MlpOut, Role::MlpOutBias), out, channels, ffn.width);
         stack((Role::MlpIn, Role::MlpInBias), into, ffn.in_cols(), channels);
@@ -524,7 +544,7 @@ fn in_a_row(paths: &[impl Display], suffix: &str, rows: &[usize], transposed: bo
     let mut end = 0;
     let file = |(path, &rows)| {
         end += rows;
-        HfPart { name: format!("{path}.{suffix}"), row_start: end - rows, rows, transposed, stacked: None }
+        HfPart { name: format!("{path}.{suffix}"), row_start: end - rows, rows, transposed, stacked: None, either_way: false }
     };
     paths.iter().zip(rows).map(file).collect()
 }

@@ -8,6 +8,7 @@ Made with torch 2.15.0, transformers 5.24.0 and safetensors 0.8.0, like those of
 The final parameters are those of the text part: no step changes the others.
 """
 
+import copy
 import json
 import pathlib
 import sys
@@ -56,6 +57,21 @@ FAMILIES = {
     ),
 }
 
+QWEN3_VL_MOE = dict(
+    text_config=dict(
+        TEXT, num_hidden_layers=3, head_dim=16, moe_intermediate_size=12, num_experts=8, num_experts_per_tok=3, mlp_only_layers=[0],
+        rope_parameters=dict(MROPE, mrope_section=[4, 2, 2], mrope_interleaved=True),
+    ),
+    vision_config=dict(
+        QWEN, hidden_size=16, intermediate_size=20, out_hidden_size=32, num_position_embeddings=16, deepstack_visual_indexes=[0]
+    ),
+    **TOKENS,
+)
+FAMILIES |= {
+    "qwen3_vl_moe": lambda: transformers.Qwen3VLMoeConfig(**copy.deepcopy(QWEN3_VL_MOE)),
+    "qwen3_vl_moe_4_57": lambda: transformers.Qwen3VLMoeConfig(**copy.deepcopy(QWEN3_VL_MOE)),
+}
+
 
 def is_of_tower(name):
     return name.removeprefix("model.").startswith(TOWERS)
@@ -101,6 +117,19 @@ def layout_of_4_52(tensors):
     return {name(key): value for key, value in tensors.items()}
 
 
+def transposed_experts(tensors):
+    """As transformers 4.57 saved and as published: [experts, in, out]."""
+    return {name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor for name, tensor in tensors.items()}
+
+
+def moe_of_4_57(config):
+    """As published."""
+    text = config["text_config"]
+    text |= dict(num_experts=text.pop("num_local_experts"), norm_topk_prob=True)
+    rope = text.pop("rope_parameters")
+    text |= dict(rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
+
+
 def tower_in_bfloat16(tensors):
     return {name: tensor.bfloat16() if is_of_tower(name) else tensor for name, tensor in tensors.items()}
 
@@ -111,6 +140,7 @@ EDITS = {
     "qwen2_vl": dict(tensors=layout_of_4_52),
     "qwen2_5_vl": dict(config=flat),
     "qwen3_vl": dict(tensors=tower_in_bfloat16),
+    "qwen3_vl_moe_4_57": dict(config=moe_of_4_57, tensors=transposed_experts),
 }
 
 
@@ -131,7 +161,7 @@ def write(family, root):
     generate.randomize(model, generator)
     model.save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
-    rewrite(directory, **EDITS[family])
+    rewrite(directory, **EDITS.get(family, {}))
     text = torch.randint(0, 60, (generate.STEPS, generate.BATCH, generate.SEQUENCE + 1), generator=generator, dtype=torch.int32)
     tokens, targets = text[..., :-1].contiguous(), text[..., 1:].contiguous()
     model = load(directory)

@@ -1,25 +1,33 @@
 //! Configurations of multimodal models.
 
 use super::*;
+use crate::device::RouterRule;
+use crate::model::layer_shape::Moe;
 use crate::model::shape::RopeScaling;
 use serde_json::json;
 
-const NESTED: [(&str, &str); 5] = [
+const NESTED: [(&str, &str); 6] = [
     ("Gemma3ForConditionalGeneration", "gemma3_text"),
     ("Mistral3ForConditionalGeneration", "mistral"),
     ("Qwen2VLForConditionalGeneration", "qwen2_vl_text"),
     ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text"),
     ("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
+    ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text"),
 ];
 
-fn text() -> Value {
-    json!({"vocab_size": 64, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-6})
+fn text(architecture: &str) -> Value {
+    let mut keys = json!({"vocab_size": 64, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-6});
+    if architecture.contains("Moe") {
+        let experts = json!({"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": true});
+        keys.as_object_mut().unwrap().extend(experts.as_object().unwrap().clone());
+    }
+    keys
 }
 
 /// The shape of a model with these keys, and these in `text_config`.
 fn read(architecture: &str, top: Value, nested: Value) -> Result<ModelShape> {
-    let mut config = json!({"architectures": [architecture], "text_config": text()});
+    let mut config = json!({"architectures": [architecture], "text_config": text(architecture)});
     for (map, changes) in [("", top), ("/text_config", nested)] {
         for (key, value) in changes.as_object().unwrap() {
             config.pointer_mut(map).unwrap()[key] = value.clone();
@@ -34,12 +42,11 @@ fn error(shape: Result<ModelShape>) -> String {
 
 #[test]
 fn a_nested_configuration_is_that_of_the_text_model() {
-    for ((architecture, model_type), alone) in
-        NESTED.into_iter().zip(["Gemma3ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
-    {
+    let alone = ["Gemma3ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"];
+    for ((architecture, model_type), alone) in NESTED.into_iter().zip(alone) {
         let rope = json!({"rope_theta": 5e4, "tie_word_embeddings": false, "model_type": model_type});
         let shape = read(architecture, json!({}), rope.clone()).unwrap();
-        let mut flat = text();
+        let mut flat = text(architecture);
         flat.as_object_mut().unwrap().extend(rope.as_object().unwrap().clone());
         flat["architectures"] = json!([alone]);
         let want = parse(&flat.to_string(), Path::new("m/config.json")).unwrap();
@@ -63,7 +70,7 @@ fn a_nested_configuration_is_that_of_the_text_model() {
 #[test]
 fn old_files_of_qwen_are_flat_and_others_are_not() {
     for (architecture, _) in NESTED {
-        let mut flat = text();
+        let mut flat = text(architecture);
         flat["architectures"] = json!([architecture]);
         flat["rope_scaling"] = json!({"type": "mrope", "mrope_section": [1, 1, 2]});
         let read_flat = parse(&flat.to_string(), Path::new("m/config.json"));
@@ -90,13 +97,25 @@ fn missing_keys_have_the_defaults_of_the_class() {
     for (architecture, eps) in [("Qwen2VLForConditionalGeneration", 1e-5), ("Qwen3VLForConditionalGeneration", 1e-6)] {
         let shape = read(architecture, json!({}), json!({"rms_norm_eps": null})).err();
         assert!(shape.is_some(), "null is no default");
-        let mut config = json!({"architectures": [architecture], "text_config": text()});
+        let mut config = json!({"architectures": [architecture], "text_config": text(architecture)});
         config["text_config"].as_object_mut().unwrap().remove("rms_norm_eps");
         let shape = parse(&config.to_string(), Path::new("m/config.json")).unwrap();
         assert_eq!(shape.final_norm.eps, eps as f32);
     }
+    let mut config = json!({"architectures": [NESTED[5].0], "text_config": text(NESTED[5].0)});
+    for key in ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"] {
+        config["text_config"].as_object_mut().unwrap().remove(key);
+    }
+    let moe = |config: &Value| parse(&config.to_string(), Path::new("m/config.json")).unwrap().layers[0].mlp.moe().unwrap();
+    let Moe { experts, top_k, ffn, rule, .. } = moe(&config);
+    assert_eq!((experts, top_k, ffn.width, rule), (60, 4, 1408, RouterRule::Chosen));
+    for key in ["num_experts", "num_local_experts"] {
+        let mut named = config.clone();
+        named["text_config"][key] = json!(8);
+        assert_eq!(moe(&named).experts, 8, "{key}");
+    }
     let theta = |architecture: &str| read(architecture, json!({}), json!({})).unwrap().ropes[0].theta;
-    assert_eq!([theta(NESTED[3].0), theta(NESTED[4].0), theta(NESTED[1].0)], [1e6, 5e5, 1e4]);
+    assert_eq!([3, 4, 5, 1].map(|i: usize| theta(NESTED[i].0)), [1e6, 5e5, 5e5, 1e4]);
     let std = |top: Value, nested: Value| read("Qwen3VLForConditionalGeneration", top, nested).unwrap().init_std;
     assert_eq!(std(json!({"initializer_range": 0.5}), json!({})), 0.5);
     assert_eq!(std(json!({"initializer_range": 0.5}), json!({"initializer_range": 0.1})), 0.1);
@@ -108,7 +127,7 @@ fn ties_are_read_at_the_top_then_nested_then_from_the_class() {
         let level = |tied: Option<bool>| tied.map_or(json!({}), |tied| json!({"tie_word_embeddings": tied}));
         read(architecture, level(top), level(nested)).unwrap().tied
     };
-    for ((architecture, _), default) in NESTED.into_iter().zip([true, true, false, false, false]) {
+    for ((architecture, _), default) in NESTED.into_iter().zip([true, true, false, false, false, false]) {
         assert_eq!(tied(architecture, None, None), default, "{architecture}");
         for value in [true, false] {
             assert_eq!(tied(architecture, None, Some(value)), value, "{architecture}");
@@ -133,7 +152,7 @@ fn rotations_in_sections_are_plain_for_text() {
         let yarn = json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mrope_section": [1, 1, 2]}});
         assert!(matches!(read(architecture, json!({}), yarn).unwrap().ropes[0].scaling, RopeScaling::Yarn { .. }), "yarn still stretches");
     }
-    let mut alone = text();
+    let mut alone = text("Qwen2ForCausalLM");
     alone["architectures"] = json!(["Qwen2ForCausalLM"]);
     alone["rope_scaling"] = json!({"type": "mrope", "mrope_section": [1, 1, 2]});
     assert!(error(parse(&alone.to_string(), Path::new("m/config.json"))).contains("mrope"), "a text model has no such rotation");

@@ -4,7 +4,10 @@
 //! Text tokens have equal temporal, vertical and horizontal positions. Therefore rotations in sections (`mrope`) are plain rotations for
 //! them, in any division of the channels.
 
-use super::{FamilySpec, GEMMA_NAMES, GEMMA3, LLAMA_NAMES, MISTRAL, Names, QWEN2, QWEN3, WindowRule};
+use super::{
+    ExpertFiles, FamilySpec, GEMMA_NAMES, GEMMA3, LLAMA_EXPERTS, LLAMA_NAMES, MISTRAL, MoeNames, MoeSpec, Names, Orientation, Presence, QWEN2,
+    QWEN3, QWEN3_MOE, STACKED, WindowRule,
+};
 use crate::model::text_part::{Layout, TextPart};
 
 const OUTSIDE: Layout = Layout { prefix: "language_model.model.", head: "language_model.lm_head.weight" };
@@ -51,7 +54,7 @@ const QWEN2_VL: TextPart = TextPart {
     media: QWEN_MEDIA,
 };
 
-pub(super) static ROWS: [FamilySpec; 5] = [
+pub(super) static ROWS: [FamilySpec; 6] = [
     FamilySpec {
         architecture: "Gemma3ForConditionalGeneration",
         names: &OUTSIDE_GEMMA_NAMES,
@@ -133,5 +136,41 @@ pub(super) static ROWS: [FamilySpec; 5] = [
             media: QWEN_MEDIA,
         }),
         ..QWEN3
+    },
+    FamilySpec {
+        architecture: "Qwen3VLMoeForConditionalGeneration",
+        names: &INSIDE_NAMES,
+        window: WindowRule::Never,
+        rope_theta: 500_000.0,
+        moe: Some(MoeSpec {
+            // transformers 4 saved the transposed matrices, and transformers 5 saves the matrices as they are.
+            names: MoeNames { files: ExpertFiles::Stacked(STACKED, Orientation::ByShape), ..LLAMA_EXPERTS },
+            width: "moe_intermediate_size",
+            renormalised: Presence::Always,
+            mixes_layers: true,
+            is_gpt_oss: false,
+        }),
+        text_part: Some(TextPart {
+            may_be_flat: false,
+            model_types: &["qwen3_vl_moe_text"],
+            defaults: &[
+                ("vocab_size", 151_936.0),
+                ("hidden_size", 2048.0),
+                ("intermediate_size", 5632.0),
+                ("num_hidden_layers", 24.0),
+                ("num_attention_heads", 16.0),
+                ("num_key_value_heads", 16.0),
+                ("max_position_embeddings", 128_000.0),
+                ("rms_norm_eps", 1e-6),
+                ("moe_intermediate_size", 1408.0),
+                ("num_experts_per_tok", 4.0),
+                // The second name, so that it counts only where the first is missing, too.
+                ("num_local_experts", 60.0),
+            ],
+            layouts: INSIDE_FIRST,
+            carried: VISUAL,
+            media: QWEN_MEDIA,
+        }),
+        ..QWEN3_MOE
     },
 ];

@@ -189,10 +189,7 @@ impl ModelWeights {
             let packed = PACKED_SUFFIXES.map(|suffix| format!("{name}{suffix}"));
             let [blocks, scales] = packed.each_ref().map(|name| if plain.is_none() && part.may_be_packed() { take(name) } else { None });
             match (plain, blocks.zip(scales)) {
-                (Some(tensor), _) => {
-                    check(tensor.name, tensor, &spec.part_shape(&part))?;
-                    parts.push((spec, part, PartSource::Plain(tensor)));
-                }
+                (Some(tensor), _) => parts.push((spec, oriented(tensor, spec, part)?, PartSource::Plain(tensor))),
                 (None, Some((blocks, scales))) => {
                     check_packed(blocks, scales, spec, &part)?;
                     parts.push((spec, part, PartSource::Mxfp4 { blocks, scales }));
@@ -450,6 +447,20 @@ fn check(name: &str, source: LocatedTensor<'_>, shape: &[usize]) -> Result<()> {
         Dtype::F32 | Dtype::BF16 | Dtype::F16 => Ok(()),
         _ => Err(Error::format(source.file.path(), format_args!("tensor {name} is {dtype}; only F32, BF16 and F16 are read"))),
     }
+}
+
+/// `part` in the orientation that `tensor` has, after a check of the tensor.
+fn oriented(tensor: LocatedTensor<'_>, spec: &TensorSpec, part: HfPart) -> Result<HfPart> {
+    let part = spec.oriented(part, &tensor.info.shape);
+    check(tensor.name, tensor, &spec.part_shape(&part))?;
+    if part.either_way && part.matrices().1 == spec.row_elems() {
+        let cause = format_args!(
+            "tensor {} has square matrices, {:?}: whether they are [out, in] or [in, out] cannot be decided; such experts are not supported",
+            tensor.name, tensor.info.shape
+        );
+        return Err(Error::format(tensor.file.path(), cause));
+    }
+    Ok(part)
 }
 
 /// Checks a tensor in MXFP4, which has the table's order of elements: blocks of 16 bytes along each row of each matrix, and one scale for

@@ -11,7 +11,8 @@ use ::safetensors::tensor::{Dtype, TensorView, serialize};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const MODELS: [&str; 5] = ["gemma3_vision", "mistral3_vision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"];
+const MODELS: [&str; 7] =
+    ["gemma3_vision", "mistral3_vision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_4_57"];
 
 type Tensor = (String, Dtype, Vec<usize>, Vec<u8>);
 
@@ -147,4 +148,43 @@ fn companions_of_other_input_than_text_go_along_with_multimodal_models_alone() {
     let all = names("Qwen3VLForConditionalGeneration");
     assert!(media.iter().all(|name| all.iter().any(|found| found == name)) && all.len() == 7, "{all:?}");
     assert_eq!(names("Qwen3ForCausalLM"), [CONFIG, "chat_template.json"]);
+}
+
+#[test]
+fn experts_in_either_orientation_give_the_same_weights() {
+    let [plain, transposed] = ["qwen3_vl_moe", "qwen3_vl_moe_4_57"].map(|name| changed(name, |_| ()).unwrap());
+    assert!(plain == transposed);
+    let one = changed("qwen3_vl_moe", |tensors| {
+        let down = tensors.iter_mut().find(|tensor| tensor.0.ends_with("layers.2.mlp.experts.down_proj")).unwrap();
+        let values: &[f32] = bytemuck::cast_slice(&down.3);
+        let turned: Vec<f32> = (0..8 * 12 * 32).map(|i| values[i / 384 * 384 + i % 32 * 12 + i / 32 % 12]).collect();
+        (down.2, down.3) = (vec![8, 12, 32], bytemuck::cast_slice(&turned).to_vec());
+    });
+    assert!(one.unwrap() == plain, "each tensor has its own orientation");
+    let neither = changed("qwen3_vl_moe", |tensors| {
+        tensors.iter_mut().filter(|tensor| tensor.0.ends_with("gate_up_proj")).for_each(|tensor| tensor.2 = vec![8, 16, 48]);
+    });
+    assert_error(neither, &["layers.2.mlp.experts.gate_up_proj has shape [8, 16, 48], config.json implies [8, 24, 32]"]);
+}
+
+/// An error of the weights of Qwen3-VL-MoE with experts of this width; every weight is 0.
+fn of_width(width: usize) -> Result<ModelWeights> {
+    let config = fs::read_to_string(golden("qwen3_vl_moe").join(CONFIG)).unwrap();
+    let config = config.replace("\"moe_intermediate_size\": 12", &format!("\"moe_intermediate_size\": {width}"));
+    let (dir, shape) = (tempfile::tempdir().unwrap(), ModelShape::parse(&config, Path::new(CONFIG))?);
+    let table = TensorTable::new(&shape);
+    let parts = table.specs().iter().flat_map(|spec| spec.parts().map(move |part| (spec.part_shape(&part), part.name)));
+    let tensors: Vec<_> = parts.map(|(shape, name)| (name, vec![0u8; 4 * shape.iter().product::<usize>()], shape)).collect();
+    let views = tensors.iter().map(|(name, data, shape)| (name, TensorView::new(Dtype::F32, shape.clone(), data).unwrap()));
+    fs::write(dir.path().join(SINGLE), serialize(views, None).unwrap()).unwrap();
+    ModelWeights::open(dir.path(), &shape)
+}
+
+#[test]
+fn square_experts_are_refused_by_name() {
+    for (width, tensor, shape) in [(16, "gate_up_proj", "[8, 32, 32]"), (32, "down_proj", "[8, 32, 32]")] {
+        let words = [&format!("mlp.experts.{tensor} has square matrices, {shape}"), "cannot be decided"];
+        assert_error(of_width(width), &words);
+    }
+    assert!(of_width(15).is_ok());
 }
