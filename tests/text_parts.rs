@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const MODELS: [&str; 7] =
-    ["gemma3_vision", "mistral3_vision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_4_57"];
+const MODELS: [&str; 8] =
+    ["gemma3_vision", "mistral3_vision", "ministral3_vision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_4_57"];
 const FLAGS: [&str; 8] = ["--init", "checkpoint", "--tokenizer", "bytes", "--device", "cpu", "--seq-length", "16"];
 
 /// Format, shape and bytes of each tensor, by name.
@@ -188,6 +188,26 @@ fn a_run_that_would_lose_the_tower_is_refused() {
     let random = run(&mut workspace.train("out", &["--init", "random", "--tokenizer", "bytes", "--device", "cpu"]));
     random.refused(2, &["--init random", "Qwen2_5_VLForConditionalGeneration has more tensors", "use --init checkpoint"]);
     assert!(!workspace.path("out").exists());
+}
+
+#[test]
+fn sequences_of_ministral3_end_where_queries_would_have_a_factor() {
+    let workspace = workspace("ministral3_vision");
+    let train = |length: &str| {
+        let mut flags = FLAGS;
+        flags[7] = length;
+        run(&mut workspace.train(&format!("out-{length}"), &[&flags, &["--max-steps", "1"][..]].concat()))
+    };
+    train("32").digest();
+    let words = ["--seq-length 48", "scales queries from position 32 on (llama_4_scaling_beta and", "use --seq-length 32 or less"];
+    train("48").refused(2, &words);
+    let plan =
+        |length: &str| run(program(&["plan", "--hardware", "h200-pcie5", "--seq-length", length, "--model"]).arg(workspace.path("model")));
+    plan("48").refused(2, &words);
+    assert_eq!(plan("32").code, 0);
+    let prompt = "0".repeat(40);
+    let sampled = run(program(&["sample", "--prompt", &prompt, "--max-new-tokens", "1"]).arg(workspace.path("out-32")));
+    sampled.refused(2, &["scales queries from position 32 on"]);
 }
 
 #[test]

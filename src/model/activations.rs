@@ -94,7 +94,7 @@ impl ActivationPlan {
     /// Plans the memory of a micro-batch.
     ///
     /// # Errors
-    /// `Usage` when a size is zero, when the sequence is longer than the learned positions of the model, when the number of policies
+    /// `Usage` when a size is zero, when the sequence is longer than the model allows, when the number of policies
     /// differs from the number of layers, or when bytes overflow.
     pub fn new(micro_batch: MicroBatch<'_>) -> Result<Self> {
         let MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, head_rows, tile, mlp_tile, policies } =
@@ -102,7 +102,7 @@ impl ActivationPlan {
         if batch == 0 || seq_length == 0 || tile.rows == 0 || tile.vocab == 0 {
             return Err(Error::usage("batch size, sequence length and loss tile must be at least 1"));
         }
-        if shape.learned_positions && seq_length > shape.max_positions {
+        if shape.limits_sequences() && seq_length > shape.max_positions {
             return Err(Error::usage(format_args!("sequence length {seq_length}: the model has {} positions", shape.max_positions)));
         }
         let layers = shape.layers.len();

@@ -16,6 +16,8 @@ impl ModelShape {
             channels,
             max_positions,
             learned_positions,
+            // The factor is 1 in every sequence that is accepted.
+            scales_queries: _,
             embed_scale,
             logit_scale,
             logit_softcap,

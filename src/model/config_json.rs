@@ -63,7 +63,7 @@ fn parse(text: &str, path: &Path) -> Result<ModelShape> {
     keys.refuse_unsupported(family.spec())?;
     let shape = match family.text_part() {
         None => read_shape(&keys, family)?,
-        Some(part) => text_part::decoder(&keys, part, |keys| {
+        Some(part) => text_part::decoder(&keys, family, part, |keys| {
             keys.refuse_unsupported(family.spec())?;
             read_shape(keys, family)
         })?,
@@ -78,11 +78,13 @@ fn parse(text: &str, path: &Path) -> Result<ModelShape> {
 fn family(keys: &Keys) -> Result<Family> {
     let name = keys.get("architectures").and_then(|v| v.get(0)).and_then(Value::as_str);
     let name = name.ok_or_else(|| keys.missing("architectures", "a list that names the model class"))?;
-    Family::find(name).ok_or_else(|| {
+    let family = Family::find(name).ok_or_else(|| {
         let known = Family::architectures().collect::<Vec<_>>().join(", ");
         let why = Family::lacking(name).map_or(String::new(), |lacking| format!("it needs {lacking}, which this decoder lacks; "));
         keys.unsupported("architectures", &Value::from(name), &format!("{why}known: {known}"))
-    })
+    })?;
+    let decoder = keys.get(text_part::NESTED).and_then(|nested| nested.get("model_type")).and_then(Value::as_str);
+    Ok(decoder.map_or(family, |decoder| family.with_decoder(decoder)))
 }
 
 fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
@@ -96,6 +98,7 @@ fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
     let slides: Vec<bool> = windows.iter().map(Option::is_some).collect();
     let heads = rope::RotatedHeads { head_dim: attn.head_dim, max_positions };
     let (ropes, rope_of) = rope::ropes(keys, spec, &heads, &slides)?;
+    let scaled_from = rope::scaled_from(keys, spec)?;
     let mlps = experts::mlps(keys, spec, layers, || ffn(keys, spec, channels))?;
     let factor =
         |key: fn(&Multipliers) -> &'static str| spec.multipliers.as_ref().map_or(Ok(1.0), |multipliers| keys.factor(key(multipliers)));
@@ -110,8 +113,9 @@ fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
         family,
         vocab: keys.count("vocab_size", INDEX_MAX)?,
         channels,
-        max_positions,
+        max_positions: scaled_from.unwrap_or(max_positions),
         learned_positions: matches!(spec.rotates, Rotates::Never),
+        scales_queries: scaled_from.is_some(),
         embed_scale: match spec.root_embed_scale {
             true => EmbedScale { factor: (channels as f64).sqrt() as f32, rounded: true },
             false => EmbedScale { factor: factor(|multipliers| multipliers.embed)?, rounded: false },

@@ -219,6 +219,8 @@ pub(crate) struct FamilySpec {
     pub(crate) rope_theta: f64,
     /// Whether the file must specify the rotation, because `transformers` has no plain default.
     pub(crate) names_rope: bool,
+    /// Whether queries at positions beyond the original context have a factor, as in Llama 4.
+    pub(crate) scales_queries: bool,
     /// Default of `partial_rotary_factor`; `None`: only 1 is supported.
     pub(crate) partial_rotary: Option<f64>,
     pub(crate) scale: ScaleRule,
@@ -348,6 +350,7 @@ const LLAMA: FamilySpec = FamilySpec {
     rotates: Rotates::All,
     rope_theta: 10_000.0,
     names_rope: false,
+    scales_queries: false,
     partial_rotary: None,
     scale: ScaleRule::HeadDim,
     multipliers: None,
@@ -367,6 +370,16 @@ const MISTRAL: FamilySpec = FamilySpec {
     kv_heads: Missing::Refuse,
     window: WindowRule::All(Some(4096)),
     ..LLAMA
+};
+
+const MINISTRAL3: FamilySpec = FamilySpec {
+    architecture: "Ministral3ForCausalLM",
+    head_dim: Missing::Refuse,
+    window: WindowRule::All(None),
+    rope_theta: 1_000_000.0,
+    names_rope: true,
+    scales_queries: true,
+    ..MISTRAL
 };
 
 const QWEN2: FamilySpec = FamilySpec {
@@ -453,6 +466,7 @@ static FAMILIES: &[FamilySpec] = &[
     },
     LLAMA,
     MISTRAL,
+    MINISTRAL3,
     QWEN2,
     QWEN3,
     FamilySpec {
@@ -608,6 +622,21 @@ impl Family {
 
     pub(crate) fn find(architecture: &str) -> Option<Self> {
         FAMILIES.iter().chain(&text_parts::ROWS).find(|spec| spec.architecture == architecture).map(Self)
+    }
+
+    /// The row of the decoder that the text part's `model_type` names; this row, if no other one of the architecture has this type.
+    pub(crate) fn with_decoder(self, model_type: &str) -> Self {
+        let is_named = |spec: &&FamilySpec| {
+            let part = spec.text_part.as_ref().filter(|_| spec.architecture == self.architecture());
+            part.is_some_and(|part| part.model_types.contains(&model_type))
+        };
+        text_parts::OTHER_DECODERS.iter().find(is_named).map_or(self, Self)
+    }
+
+    /// The values of `model_type` of the text parts that this architecture may have.
+    pub(crate) fn decoders(self) -> impl Iterator<Item = &'static str> {
+        let rows = text_parts::ROWS.iter().chain(&text_parts::OTHER_DECODERS).filter(move |spec| spec.architecture == self.architecture());
+        rows.filter_map(|spec| spec.text_part.as_ref()).flat_map(|part| part.model_types.iter().copied())
     }
 
     /// The missing feature for `architecture`, if it is a known unsupported family.

@@ -104,6 +104,8 @@ pub struct ModelShape {
     pub(crate) max_positions: usize,
     /// Whether positions are a learned table beside the token embedding.
     pub(crate) learned_positions: bool,
+    /// Whether queries at positions from `max_positions` on have a factor, which no kernel applies.
+    pub(crate) scales_queries: bool,
     pub(crate) embed_scale: EmbedScale,
     /// Factor on logits.
     pub(crate) logit_scale: f32,
@@ -130,6 +132,11 @@ impl ModelShape {
     /// tensors that differ.
     pub(crate) fn untied_if(self, has_head: bool) -> Self {
         Self { tied: self.tied && !has_head, ..self }
+    }
+
+    /// Whether no sequence may be longer than [`ModelShape::max_positions`].
+    pub(crate) fn limits_sequences(&self) -> bool {
+        self.learned_positions || self.scales_queries
     }
 
     /// Attention of `layer` over `batch` sequences of `seq_length` tokens.

@@ -570,7 +570,9 @@ mod tests {
     }
 
     fn shape(architecture: &str) -> ModelShape {
-        let experts = match Family::find(architecture).unwrap().spec().moe {
+        let spec = Family::find(architecture).unwrap().spec();
+        let more = match spec.moe {
+            None if spec.scales_queries => r#", "rope_scaling": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}"#,
             None => "",
             Some(_) => {
                 r#", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "rope_scaling": {"rope_type": "default"}"#
@@ -579,7 +581,7 @@ mod tests {
         let text = format!(
             r#"{{"architectures": ["{architecture}"], "vocab_size": 60, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
-            "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-5{experts}}}"#
+            "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-5{more}}}"#
         );
         ModelShape::parse(&nested(architecture, &text), Path::new("config.json")).unwrap()
     }

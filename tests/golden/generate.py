@@ -1,6 +1,6 @@
 """Writes the golden values of tests/parity.rs: tiny random models of every family, trained for ten steps by PyTorch.
 
-Made with torch 2.15.0, transformers 5.23.0 and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
+Made with torch 2.15.0, transformers 5.23.0 (ministral3: 5.24.0) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
 
     python generate.py [FAMILY...]
 
@@ -38,6 +38,8 @@ LLAMA3_ROPE = dict(
 YARN = dict(
     rope_type="yarn", rope_theta=150.0, factor=8.0, beta_fast=4.0, beta_slow=1.0, original_max_position_embeddings=32, truncate=False
 )
+# With both scales, cosines and sines have no factor. Queries have one from position 32 on.
+MINISTRAL_ROPE = dict(YARN, rope_theta=100.0, truncate=True, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
 
 
 def plain_rope(theta):
@@ -65,6 +67,9 @@ FAMILIES = {
     ),
     "mistral": transformers.MistralConfig(
         **SIZES, **COMMON, num_key_value_heads=2, sliding_window=7, rope_parameters=plain_rope(100.0), rms_norm_eps=1e-5
+    ),
+    "ministral3": transformers.Ministral3Config(
+        **SIZES, **COMMON, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, rope_parameters=MINISTRAL_ROPE
     ),
     "qwen2": transformers.Qwen2Config(
         **SIZES, **COMMON, num_key_value_heads=2, use_sliding_window=True, sliding_window=5, max_window_layers=1,

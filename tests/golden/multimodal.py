@@ -39,6 +39,12 @@ FAMILIES = {
         text_config=dict(TEXT, model_type="mistral", head_dim=8, sliding_window=None, rms_norm_eps=1e-5, rope_theta=100.0),
         vision_config=dict(PIXTRAL, model_type="pixtral"), image_token_index=60, tie_word_embeddings=False,
     ),
+    "ministral3_vision": lambda: transformers.Mistral3Config(
+        text_config=dict(
+            TEXT, model_type="ministral3", head_dim=8, rms_norm_eps=1e-5, pad_token_id=None, rope_parameters=dict(generate.MINISTRAL_ROPE)
+        ),
+        vision_config=dict(PIXTRAL, model_type="pixtral"), image_token_index=60, tie_word_embeddings=False,
+    ),
     "qwen2_vl": lambda: transformers.Qwen2VLConfig(
         text_config=dict(TEXT, rope_parameters=MROPE), tie_word_embeddings=True,
         vision_config=dict(QWEN, embed_dim=16, hidden_size=32, mlp_ratio=2), **TOKENS,

@@ -164,7 +164,7 @@ impl<'a> Keys<'a> {
         let on = |value: &Value| *value != false && *value != 0;
         if let Some((key, value)) = features.iter().chain(experts).find_map(|key| self.get(key).filter(|v| on(v)).map(|v| (key, v))) {
             let note = match *key {
-                "quantization_config" if spec.text_part.is_some() => {
+                "quantization_config" if spec.text_part.is_some() || quantized.is_some_and(|method| method == "fp8") => {
                     "name the repository of the model in bfloat16, often with -BF16 in its name"
                 }
                 _ => "not supported by this program",

@@ -39,6 +39,19 @@ pub(super) fn ropes(
     }
 }
 
+/// The first position whose query has a factor; `None` if no query has one.
+pub(super) fn scaled_from(keys: &Keys, spec: &FamilySpec) -> Result<Option<usize>> {
+    if !spec.scales_queries {
+        return Ok(None);
+    }
+    let empty = Map::new();
+    let (within, map) = keys.rope_parameters(&empty)?;
+    let inner = Keys { map, within, ..*keys };
+    let growth = inner.number("llama_4_scaling_beta", None, 0.0, 1e9)?;
+    let original = original_keys(keys, &inner).count(ORIGINAL, INDEX_MAX)?;
+    Ok((growth > 0.0).then_some(original))
+}
+
 /// The rotations of layers with full attention and of layers with a sliding window. Old files scale only the first, and have no object for
 /// the second.
 fn by_type(keys: &Keys, spec: &FamilySpec, local: LocalRope, heads: &RotatedHeads) -> Result<[RopeConfig; 2]> {

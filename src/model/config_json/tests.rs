@@ -227,6 +227,7 @@ fn unsupported_architectures_are_named() {
         (with("LlamaForCausalLM", json!({"hidden_act": "relu"})), "hidden_act = \"relu\""),
         (with("LlamaForCausalLM", json!({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}})), "rope_scaling.rope_type = \"mrope\""),
         (with("LlamaForCausalLM", json!({"partial_rotary_factor": 0.5})), "partial_rotary_factor = 0.5"),
+        (with("LlamaForCausalLM", json!({"quantization_config": {"quant_method": "fp8"}})), "often with -BF16 in its name"),
         (with("LlamaForCausalLM", json!({"quantization_config": {"bits": 4}})), "quantization_config"),
         (with("LlamaForCausalLM", json!({"is_causal": false})), "is_causal = false"),
         (with("GPT2LMHeadModel", json!({"scale_attn_by_inverse_layer_idx": true})), "scale_attn_by_inverse_layer_idx = true"),

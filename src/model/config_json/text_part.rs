@@ -3,17 +3,19 @@
 use super::keys::{INDEX_MAX, Keys};
 use crate::data::encode::media_token::MediaToken;
 use crate::error::Result;
+use crate::model::family::Family;
 use crate::model::shape::ModelShape;
 use crate::model::text_part::TextPart;
 use serde_json::{Map, Value};
 
-const NESTED: &str = "text_config";
+/// Key of the object with the decoder's keys.
+pub(super) const NESTED: &str = "text_config";
 const TIED: &str = "tie_word_embeddings";
 /// Keys that files have at either level.
 const EITHER_LEVEL: [&str; 1] = ["initializer_range"];
 
-/// The shape that `read` makes of the decoder's keys, with the tokens of other input than text.
-pub(super) fn decoder(top: &Keys, part: &TextPart, read: impl FnOnce(&Keys) -> Result<ModelShape>) -> Result<ModelShape> {
+/// The shape that `read` makes of the keys of the decoder of `family`, with the tokens of other input than text.
+pub(super) fn decoder(top: &Keys, family: Family, part: &TextPart, read: impl FnOnce(&Keys) -> Result<ModelShape>) -> Result<ModelShape> {
     let nested = match top.get(NESTED) {
         Some(Value::Object(map)) => Some(map),
         None if part.may_be_flat => None,
@@ -25,15 +27,16 @@ pub(super) fn decoder(top: &Keys, part: &TextPart, read: impl FnOnce(&Keys) -> R
     complete(&mut map, top, part);
     let keys = Keys { map: &map, within, ..*top };
     if nested.is_some() {
-        expect_type(&keys, part)?;
+        expect_type(&keys, family)?;
     }
     Ok(ModelShape { media_tokens: media_tokens(top, &keys, part)?, ..read(&keys)? })
 }
 
-fn expect_type(keys: &Keys, part: &TextPart) -> Result<()> {
+fn expect_type(keys: &Keys, family: Family) -> Result<()> {
+    let known: Vec<&str> = family.decoders().collect();
     match keys.get("model_type") {
-        Some(kind) if !kind.as_str().is_some_and(|kind| part.model_types.contains(&kind)) => {
-            Err(keys.unsupported("model_type", kind, &format!("known: {}", part.model_types.join(", "))))
+        Some(kind) if !kind.as_str().is_some_and(|kind| known.contains(&kind)) => {
+            Err(keys.unsupported("model_type", kind, &format!("known: {}", known.join(", "))))
         }
         _ => Ok(()),
     }

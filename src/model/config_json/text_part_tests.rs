@@ -42,7 +42,8 @@ fn error(shape: Result<ModelShape>) -> String {
 
 #[test]
 fn a_nested_configuration_is_that_of_the_text_model() {
-    let alone = ["Gemma3ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"];
+    let alone =
+        ["Gemma3ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"];
     for ((architecture, model_type), alone) in NESTED.into_iter().zip(alone) {
         let rope = json!({"rope_theta": 5e4, "tie_word_embeddings": false, "model_type": model_type});
         let shape = read(architecture, json!({}), rope.clone()).unwrap();
@@ -184,4 +185,57 @@ fn tokens_of_images_come_from_either_level_or_the_class() {
     for value in [json!(-1), json!("x"), json!(u64::MAX)] {
         assert!(error(read("Qwen3VLForConditionalGeneration", json!({"image_token_id": value}), json!({}))).contains("image_token_id"));
     }
+}
+
+/// The published rotation of Ministral 3.
+fn ministral_rope() -> Value {
+    json!({"rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000000.0, "rope_type": "yarn", "type": "yarn"}})
+}
+
+/// The shape of Ministral 3 with these keys in `text_config`, as `read` gives it.
+fn ministral(changes: Value) -> Result<ModelShape> {
+    let mut nested = json!({"model_type": "ministral3"});
+    for keys in [ministral_rope(), changes] {
+        nested.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+    }
+    read("Mistral3ForConditionalGeneration", json!({}), nested)
+}
+
+#[test]
+fn the_type_of_the_text_part_chooses_the_decoder_of_mistral3() {
+    let shape = ministral(json!({})).unwrap();
+    let yarn = RopeScaling::Yarn { factor: 16.0, beta_fast: 32.0, beta_slow: 1.0, truncate: true, original_max_positions: 16384 };
+    assert_eq!((&shape.ropes[0].scaling, shape.ropes[0].attention_factor, shape.ropes[0].theta), (&yarn, 1.0, 1e9));
+    assert_eq!((shape.max_positions, shape.limits_sequences(), shape.layers[0].attn.window, shape.tied), (16384, true, None, true));
+    let mistral = read("Mistral3ForConditionalGeneration", json!({}), ministral_rope()).unwrap();
+    assert_eq!((mistral.max_positions, mistral.limits_sequences(), mistral.layers[0].attn.window), (128, false, Some(4096)));
+    let mut alone = text("Ministral3ForCausalLM");
+    alone["architectures"] = json!(["Ministral3ForCausalLM"]);
+    alone["rope_parameters"] = ministral_rope()["rope_parameters"].clone();
+    let alone = parse(&alone.to_string(), Path::new("m/config.json")).unwrap();
+    assert_eq!(ModelShape { tied: true, ..alone }.arithmetic(), shape.arithmetic());
+    let message = error(ministral(json!({"model_type": "other"})));
+    assert!(message.contains("text_config.model_type = \"other\" (known: mistral, ministral3)"), "{message}");
+    let config = json!({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3",
+        "rope_parameters": ministral_rope()["rope_parameters"]}});
+    let of_class = parse(&config.to_string(), Path::new("m/config.json")).unwrap();
+    assert_eq!((of_class.vocab, of_class.channels, of_class.layers.len(), of_class.final_norm.eps), (131_072, 4096, 34, 1e-5));
+    assert_eq!(of_class.layers[0].attn.head_dim, 128);
+}
+
+#[test]
+fn rotations_of_ministral3_are_named_in_full() {
+    let without = |key: &str| {
+        let mut rope = ministral_rope();
+        rope["rope_parameters"].as_object_mut().unwrap().remove(key);
+        ministral(rope)
+    };
+    assert!(error(ministral(json!({"rope_parameters": null}))).contains("rope_scaling: missing; expected an object with the rotations"));
+    assert!(error(without("llama_4_scaling_beta")).contains("rope_parameters.llama_4_scaling_beta: missing; expected a number"));
+    assert!(error(without("original_max_position_embeddings")).contains("original_max_position_embeddings: missing"));
+    let mut unscaled = ministral_rope();
+    unscaled["rope_parameters"]["llama_4_scaling_beta"] = json!(0.0);
+    let unscaled = ministral(unscaled).unwrap();
+    assert_eq!((unscaled.max_positions, unscaled.limits_sequences()), (128, false), "a factor of 1 everywhere is no limit");
 }

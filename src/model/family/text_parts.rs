@@ -5,8 +5,8 @@
 //! them, in any division of the channels.
 
 use super::{
-    ExpertFiles, FamilySpec, GEMMA_NAMES, GEMMA3, LLAMA_EXPERTS, LLAMA_NAMES, MISTRAL, MoeNames, MoeSpec, Names, Orientation, Presence, QWEN2,
-    QWEN3, QWEN3_MOE, STACKED, WindowRule,
+    ExpertFiles, FamilySpec, GEMMA_NAMES, GEMMA3, LLAMA_EXPERTS, LLAMA_NAMES, MINISTRAL3, MISTRAL, MoeNames, MoeSpec, Names, Orientation,
+    Presence, QWEN2, QWEN3, QWEN3_MOE, STACKED, WindowRule,
 };
 use crate::model::text_part::{Layout, TextPart};
 
@@ -54,6 +54,31 @@ const QWEN2_VL: TextPart = TextPart {
     media: QWEN_MEDIA,
 };
 
+const MISTRAL3: &str = "Mistral3ForConditionalGeneration";
+
+const MINISTRAL3_PART: TextPart = TextPart {
+    may_be_flat: false,
+    model_types: &["ministral3"],
+    defaults: &[
+        ("vocab_size", 131_072.0),
+        ("hidden_size", 4096.0),
+        ("intermediate_size", 14_336.0),
+        ("num_hidden_layers", 34.0),
+        ("num_attention_heads", 32.0),
+        ("num_key_value_heads", 8.0),
+        ("head_dim", 128.0),
+        ("max_position_embeddings", 262_144.0),
+        ("rms_norm_eps", 1e-5),
+    ],
+    layouts: OUTSIDE_FIRST,
+    carried: TOWER_AND_PROJECTOR,
+    media: &[(&["image_token_index", "image_token_id"], 10)],
+};
+
+/// Rows for text parts with a `model_type` that the row of the architecture does not have.
+pub(super) static OTHER_DECODERS: [FamilySpec; 1] =
+    [FamilySpec { architecture: MISTRAL3, names: &OUTSIDE_NAMES, tied: true, text_part: Some(MINISTRAL3_PART), ..MINISTRAL3 }];
+
 pub(super) static ROWS: [FamilySpec; 6] = [
     FamilySpec {
         architecture: "Gemma3ForConditionalGeneration",
@@ -83,11 +108,10 @@ pub(super) static ROWS: [FamilySpec; 6] = [
         ..GEMMA3
     },
     FamilySpec {
-        architecture: "Mistral3ForConditionalGeneration",
+        architecture: MISTRAL3,
         names: &OUTSIDE_NAMES,
         tied: true,
         text_part: Some(TextPart {
-            may_be_flat: false,
             model_types: &["mistral"],
             defaults: &[
                 ("vocab_size", 32_000.0),
@@ -99,9 +123,7 @@ pub(super) static ROWS: [FamilySpec; 6] = [
                 ("max_position_embeddings", 131_072.0),
                 ("rms_norm_eps", 1e-6),
             ],
-            layouts: OUTSIDE_FIRST,
-            carried: TOWER_AND_PROJECTOR,
-            media: &[(&["image_token_index", "image_token_id"], 10)],
+            ..MINISTRAL3_PART
         }),
         ..MISTRAL
     },

@@ -26,6 +26,12 @@ fn config(architecture: &str) -> Value {
             "architectures": [architecture], "model_type": "gpt2", "vocab_size": 37, "n_embd": 24, "n_layer": 2, "n_head": 4,
             "n_positions": 16, "layer_norm_epsilon": 1e-5,
         }),
+        "Ministral3ForCausalLM" => {
+            let mut config = config("MistralForCausalLM");
+            config["architectures"] = json!([architecture]);
+            config["rope_parameters"] = json!({"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32});
+            config
+        }
         _ if Family::find(architecture).unwrap().spec().moe.is_some() => json!({
             "architectures": [architecture], "vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 32, "rms_norm_eps": 1e-6,

@@ -11,8 +11,8 @@ use ::safetensors::tensor::{Dtype, TensorView, serialize};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const MODELS: [&str; 7] =
-    ["gemma3_vision", "mistral3_vision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_4_57"];
+const MODELS: [&str; 8] =
+    ["gemma3_vision", "mistral3_vision", "ministral3_vision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_4_57"];
 
 type Tensor = (String, Dtype, Vec<usize>, Vec<u8>);
 
