@@ -7,9 +7,10 @@ use crate::model_dir::{CONFIG, ModelDir};
 use std::path::Path;
 
 /// Name and `config.json` of every preset. The sizes are those of the published `google/gemma-2-2b`, `google/gemma-2-9b`,
-/// `google/gemma-2-27b`, `google/gemma-3-1b-pt`, `microsoft/phi-4`, `ByteDance-Seed/Seed-OSS-36B-Base` and `meta-llama/Llama-3.1-70B`; the
-/// other presets are published under their own names.
-pub const PRESETS: [(&str, &str); 15] = [
+/// `google/gemma-2-27b`, `google/gemma-3-1b-pt`, `microsoft/phi-4`, `ByteDance-Seed/Seed-OSS-36B-Base`, `meta-llama/Llama-3.1-70B`,
+/// `Qwen/Qwen3-VL-8B-Instruct`, `mistralai/Ministral-3-14B-Base-2512`, `mistralai/Mistral-Small-3.1-24B-Base-2503` and
+/// `google/gemma-3-27b-pt`; the other presets are published under their own names. Presets of multimodal models have the text part alone.
+pub const PRESETS: [(&str, &str); 20] = [
     ("qwen3-4b", include_str!("presets/qwen3-4b.json")),
     ("llama-8b", include_str!("presets/llama-8b.json")),
     ("qwen3-14b", include_str!("presets/qwen3-14b.json")),
@@ -26,6 +27,12 @@ pub const PRESETS: [(&str, &str); 15] = [
     ("phi-4", include_str!("presets/phi-4.json")),
     ("seed-oss-36b", include_str!("presets/seed-oss-36b.json")),
     ("llama-70b", include_str!("presets/llama-70b.json")),
+    ("qwen3-32b", include_str!("presets/qwen3-32b.json")),
+    ("qwen3-vl-8b", include_str!("presets/qwen3-vl-8b.json")),
+    ("ministral-3-14b", include_str!("presets/ministral-3-14b.json")),
+    // The published file says nothing about a tie, and its class has one by default; its weights have an output matrix.
+    ("mistral-small-24b", include_str!("presets/mistral-small-24b.json")),
+    ("gemma-3-27b", include_str!("presets/gemma-3-27b.json")),
 ];
 
 /// Names of the presets, for messages.
@@ -75,6 +82,7 @@ mod tests {
             ("phi-4", 14_659_507_200),
             ("seed-oss-36b", 36_151_104_512),
             ("llama-70b", 70_553_706_496),
+            ("qwen3-32b", 32_762_123_264),
         ] {
             assert_eq!(TensorTable::new(&shape(Path::new(name)).unwrap()).params(), params, "{name}");
         }
@@ -86,6 +94,25 @@ mod tests {
         assert_eq!((gemma.layers[0].attn.scale, gemma.logit_softcap), (1.0 / 12.0, Some(30.0)));
         let gemma = shape(Path::new("gemma-3-1b")).unwrap();
         assert_eq!([0, 5].map(|layer| gemma.layers[layer].attn.window), [Some(512), None]);
+    }
+
+    /// The parameters of the published files without tower and projector.
+    #[test]
+    fn presets_of_text_parts_have_every_parameter_of_their_text_models() {
+        for (name, params, tied) in [
+            ("qwen3-vl-8b", 8_190_735_360, false),
+            ("ministral-3-14b", 13_506_073_600, false),
+            ("mistral-small-24b", 23_572_403_200, false),
+            ("gemma-3-27b", 27_009_346_304, true),
+        ] {
+            let shape = shape(Path::new(name)).unwrap();
+            assert_eq!((TensorTable::new(&shape).params(), shape.tied), (params, tied), "{name}");
+            assert!(shape.family.text_part().is_some() && shape.layers.iter().all(|layer| layer.attn.head_dim == 128), "{name}");
+        }
+        let gemma = shape(Path::new("gemma-3-27b")).unwrap();
+        assert_eq!([4, 5].map(|layer| gemma.layers[layer].attn.window), [Some(1024), None]);
+        assert_eq!(gemma.layers[0].attn.scale, 168f32.sqrt().recip());
+        assert_eq!(shape(Path::new("ministral-3-14b")).unwrap().max_positions, 16_384);
     }
 
     /// The parameters that transformers counts for these configurations, and the parameters that a token uses without the embedding.
