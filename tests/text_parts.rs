@@ -234,6 +234,24 @@ fn tokens_of_images_in_data_are_refused_with_file_and_record() {
     part.refused(1, &["which is vision_start_token_id"]);
 }
 
+#[test]
+fn tokens_of_images_in_prompts_are_refused_by_name() {
+    let workspace = workspace("qwen2_5_vl");
+    train(&workspace, "out", &["--max-steps", "1"]).digest();
+    let sample = |prompt: &str| {
+        let flags = ["sample", "--max-new-tokens", "1", "--prompt", "0123", "--prompt", prompt];
+        run(program(&flags).arg(workspace.path("out")))
+    };
+    let words =
+        ["prompt \"01>\": token 3 has id 62, which is vision_start_token_id in config.json: the text part is trained on text alone"];
+    sample("01>").refused(2, &words);
+    assert_eq!(sample("01;").code, 0);
+    let prompts = workspace.write("prompts.txt", "0123\n01>\n");
+    let held = workspace.path("data.txt");
+    let flags = ["--max-steps", "1", "--eval-data", held.to_str().unwrap(), "--prompts", prompts.to_str().unwrap()];
+    train(&workspace, "evaluated", &flags).refused(2, &["--prompts", &format!("prompts.txt: {}", words[0])]);
+}
+
 /// Qwen2 with the weights of the text part of Qwen2.5-VL.
 fn text_model_of_flat(workspace: &Workspace) -> PathBuf {
     let mut config: Value = serde_json::from_slice(&fs::read(workspace.path("model/config.json")).unwrap()).unwrap();

@@ -27,11 +27,12 @@ impl Prompts {
     /// The prompts that `settings` name, if they do.
     ///
     /// # Errors
-    /// `Io` when the file cannot be read; `Usage` for a file without prompts or with too many, for a prompt as long as a row, and where nothing is
-    /// evaluated.
+    /// `Io` when the file cannot be read; `Usage` for a file without prompts or with too many, for a prompt as long as a row, for one that
+    /// [`TextSampler::new`] refuses, and where nothing is evaluated.
     pub(super) fn of(settings: &Settings, tokenizer: &Tokenizer) -> Result<Option<Self>> {
         let Some(path) = &settings.prompts else { return Ok(None) };
-        let refuse = |cause: String| Err(Error::usage(format!("--prompts {}: {cause}", path.display())));
+        let refusal = |cause: String| Error::usage(format!("--prompts {}: {cause}", path.display()));
+        let refuse = |cause| Err(refusal(cause));
         if settings.eval_data.is_empty() && settings.eval_split.is_none() {
             return refuse("needs --eval-data or --eval-split, since text is written at evaluations".into());
         }
@@ -43,7 +44,8 @@ impl Prompts {
             return refuse(format!("{} prompts, one a line; must be from 1 to {PROMPTS_MAX}", lines.len()));
         }
         let sampling = Sampling { max_new_tokens: NEW_TOKENS, temperature: 0.0, seed: 0 };
-        let sampler = TextSampler::new(tokenizer, &lines, sampling, &StopFlag::default())?;
+        let of_file = |error| if let Error::Usage(cause) = error { refusal(cause) } else { error };
+        let sampler = TextSampler::new(tokenizer, &lines, sampling, &StopFlag::default()).map_err(of_file)?;
         let longest = sampler.longest() - NEW_TOKENS;
         if longest >= settings.seq_length {
             return refuse(format!("a prompt of {longest} tokens, rows have {}; raise --seq-length, or shorten it", settings.seq_length));

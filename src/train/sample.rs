@@ -86,7 +86,8 @@ pub(crate) fn sample(options: &SampleOptions, stop: &StopFlag) -> Result<Vec<Str
     let flags = TrainOptions { device: options.device, threads: options.threads, ..TrainOptions::default() };
     let settings = Settings::resolve(run.options(flags)?)?;
     let dir = run.loaded.model_dir();
-    let (shape, tokenizer) = (run.loaded.shape()?, tokenizer(&run, &settings, &dir)?);
+    let shape = run.loaded.shape()?;
+    let tokenizer = tokenizer(&run, &settings, &dir)?.refusing(shape.media_tokens.clone());
     let sampler = TextSampler::new(&tokenizer, &options.prompt, sampling, stop)?;
     write(&settings, &shape, &sampler, WeightSource::Checkpoint(Box::new(run.loaded)), stop)
 }

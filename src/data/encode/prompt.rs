@@ -1,5 +1,6 @@
 //! A prompt as a model is given it: in the words of the run's chat template, if it has one.
 
+use super::media_token::find;
 use super::text_work::{Done, TextWork};
 use super::tokenizer_handle::Tokenizer;
 use crate::data::chat::ChatTemplate;
@@ -20,12 +21,16 @@ pub(crate) fn template_file(tokenizer: &Tokenizer) -> Option<&str> {
 /// as the beginning of a document.
 ///
 /// # Errors
-/// `Usage` for a prompt without a token, or one that template or tokenizer refuse; `Interrupted`.
+/// `Usage` for a prompt without a token, with a token of other input than text, or one that template or tokenizer refuse; `Interrupted`.
 pub(crate) fn ids(tokenizer: &Tokenizer, prompt: &str, stop: &StopFlag) -> Result<Vec<u32>> {
     let refuse = |cause: &str| Error::usage(format!("prompt {prompt:?}: {cause}"));
     let done = tokenizer.run(&[TextWork::Prompt(prompt)], stop, |_, cause| refuse(&cause))?;
-    match done.into_iter().next() {
-        Some(Done::Ids(ids)) if !ids.is_empty() => Ok(ids),
-        _ => Err(refuse("it has no token; give a longer prompt")),
+    let ids = match done.into_iter().next() {
+        Some(Done::Ids(ids)) if !ids.is_empty() => ids,
+        _ => return Err(refuse("it has no token; give a longer prompt")),
+    };
+    match ids.iter().zip(1..).find_map(|(id, nth)| Some((find(tokenizer.media_tokens(), *id)?, nth))) {
+        None => Ok(ids),
+        Some((token, nth)) => Err(refuse(&format!("token {nth} {}", token.refusal()))),
     }
 }
