@@ -80,6 +80,19 @@ fn templates_are_rendered_byte_for_byte_as_by_jinja2() {
     assert_eq!((equal, refused), (820, 188));
 }
 
+#[test]
+fn content_in_parts_is_written_as_by_a_processor() {
+    let cases: Vec<Value> = serde_json::from_str(&std::fs::read_to_string(golden("parts.json")).unwrap()).unwrap();
+    for case in &cases {
+        let name = case["template"].as_str().unwrap();
+        let record = json!({"messages": case["messages"]}).to_string();
+        let content = rules(&shipped(name), TrainOn::All).read(DataFormat::Messages, &record);
+        let Ok(Content::Rendered(chat)) = content else { panic!("{name}: {content:?}") };
+        assert_eq!(chat.samples.iter().map(|sample| sample.text.as_str()).collect::<Vec<_>>(), [case["text"].as_str().unwrap()], "{name}");
+    }
+    assert_eq!(cases.len(), 6);
+}
+
 /// The tokenizer of the model in `dir`, with a template.
 pub(super) fn tokenizer(dir: &Path, template_source: &str) -> Tokenizer {
     let model = ModelDir::open(dir).unwrap();

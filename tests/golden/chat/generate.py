@@ -4,6 +4,7 @@
 
 templates/         the chat templates of TRL 1.16.0 (trl/chat_templates in its wheel), Apache License 2.0: templates/LICENSE
 renderings.json    what jinja2 makes of ALL conversations with each, or null where it refuses
+parts.json         what a processor makes of content in parts with templates of multimodal models, and of the joined text with others
 tokens.json        ids and masks of three templates as TRL has them: `assistant_masks` of the training templates, and the prompt's
                    length for prompt and completion
 model/             a tiny tokenizer for these
@@ -14,7 +15,7 @@ import json
 import pathlib
 
 import tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from transformers.utils import chat_template_utils
 
 HERE = pathlib.Path(__file__).parent
@@ -184,6 +185,30 @@ def tokens():
     return cases
 
 
+class TextProcessor(ProcessorMixin):
+    """A processor without images."""
+
+    def __init__(self, tokenizer=None, chat_template=None):
+        super().__init__(tokenizer, chat_template=chat_template)
+
+
+def parts():
+    """Templates that go over parts get a list; all others would write it as Python does, and get the joined text."""
+    processor, cases = TextProcessor(tokenizer()), []
+    of = lambda *texts: [{"type": "text", "text": text} for text in texts]
+    messages = [
+        turn("system", of("Be brief.")), turn("user", of("One 'part'", " and\n\"another\"")), turn("assistant", of("Both.")),
+        turn("user", of("")), turn("assistant", of("<b>No</b>")),
+    ]
+    joined = [turn(message["role"], "".join(part["text"] for part in message["content"])) for message in messages]
+    for name in ["gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5_think", "qwen3", "llama3_1"]:
+        goes_over = name not in ["qwen3", "llama3_1"]
+        template = (HERE / "templates" / f"{name}.jinja").read_text()
+        text = processor.apply_chat_template(messages if goes_over else joined, chat_template=template, tokenize=False)
+        cases.append({"template": f"{name}.jinja", "messages": messages, "text": text})
+    return cases
+
+
 def write(name, value):
     (HERE / name).write_text(json.dumps(value, ensure_ascii=False, indent=0) + "\n")
 
@@ -192,6 +217,7 @@ def main():
     write("conversations.json", ALL)
     write("renderings.json", renderings())
     write("tokens.json", tokens())
+    write("parts.json", parts())
 
 
 if __name__ == "__main__":
