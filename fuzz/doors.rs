@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use superoffload::internals::checkpoint;
 use superoffload::internals::config::file;
 use superoffload::internals::data::{AddBos, Dataset, Preparation, RowRules, Tokenizer, render_in_this_process};
-use superoffload::internals::model::{ModelShape, ModelWeights, TensorTable};
+use superoffload::internals::model::{CarriedTensors, ModelShape, ModelWeights, TensorTable};
 use superoffload::internals::model_dir::ModelDir;
 use superoffload::{Result, Settings, StopFlag, TrainOptions};
 
@@ -14,7 +14,7 @@ use superoffload::{Result, Settings, StopFlag, TrainOptions};
 type Door = fn(input: &[u8], dir: &Path);
 
 /// Name and door; the name is that of the corpus, too.
-pub const DOORS: [(&str, Door); 17] = [
+pub const DOORS: [(&str, Door); 18] = [
     ("config_json", config_json),
     ("settings_toml", settings_toml),
     ("settings_yaml", settings_yaml),
@@ -22,6 +22,7 @@ pub const DOORS: [(&str, Door); 17] = [
     ("deepspeed", deepspeed),
     ("safetensors", safetensors),
     ("mxfp4", mxfp4),
+    ("carried", carried),
     ("index", index),
     ("tokenizer", tokenizer),
     ("chat_template", chat_template),
@@ -129,6 +130,30 @@ fn file_and_header(config: &str, input: &[u8], dir: &Path) {
     let data = vec![0x3c; last];
     fs::write(path, [&(input.len() as u64).to_le_bytes()[..], input, &data].concat()).expect("the scratch directory is ours");
     let _ = load_weights(config, dir);
+}
+
+/// A whole file of carried tensors; and its header, a line `=== source`, and its list of the source, before as much data as the header asks for.
+fn carried(input: &[u8], dir: &Path) {
+    let path = put(dir, "carried.safetensors", input);
+    let _ = read_carried(&path);
+    let mut parts = split(input, b"\n=== source\n").into_iter();
+    let (header, list) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
+    let Some(last) = last_offset(header) else { return };
+    let data = vec![0x3c; last.saturating_sub(list.len())];
+    fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, list, &data].concat()).expect("the scratch directory is ours");
+    let _ = read_carried(&path);
+}
+
+/// The bytes of all carried tensors in the file at `path`.
+pub fn read_carried(path: &Path) -> Result<usize> {
+    let (carried, mut bytes) = (CarriedTensors::open(path)?, 0);
+    for tensor in carried.source().iter().filter(|tensor| tensor.trained.is_none()) {
+        carried.read(&tensor.name, |piece| {
+            bytes += piece.len();
+            Ok(())
+        })?;
+    }
+    Ok(bytes)
 }
 
 /// The largest number in a header that could be the end of its data.

@@ -121,6 +121,7 @@ pub mod model {
     pub use crate::model::shape::ModelShape;
     pub use crate::model::tensors::{Module, TensorSpec, TensorTable};
     pub use crate::model::weights::ModelWeights;
+    pub use crate::model::weights::carried::CarriedTensors;
     pub mod presets {
         pub use crate::model::presets::{PRESETS, shape};
     }

@@ -77,3 +77,19 @@ fn packed_experts_are_read_and_scales_that_are_no_numbers_refused() {
         assert!(refused.contains(words), "{name}: {refused}");
     }
 }
+
+/// Carried tensors are read, and a list that the file contradicts is refused.
+#[test]
+fn carried_tensors_are_read_and_lists_that_do_not_fit_refused() {
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/carried");
+    let read = |name: &str| doors::read_carried(&corpus.join(name));
+    assert_eq!((read("file-right").unwrap(), read("file-one-not-listed").unwrap()), (20, 12));
+    for (name, words) in [
+        ("file-listed-twice", "lists \"visual.a\" twice"),
+        ("file-one-missing", "does not hold \"visual.c\" as it lists it"),
+        ("file-cut-short", "bytes of tensors, its header describes"),
+    ] {
+        let refused = read(name).unwrap_err().to_string();
+        assert!(refused.contains(words), "{name}: {refused}");
+    }
+}

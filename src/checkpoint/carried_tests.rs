@@ -1,7 +1,10 @@
 use super::*;
+use crate::checkpoint::export_tensors;
 use crate::checkpoint::tests::{save_step, tensors};
 use crate::disk::faults::{self, Mode};
 use crate::model::shape::ModelShape;
+use crate::model::tensors::TensorTable;
+use proptest::prelude::*;
 use std::fs;
 
 fn golden(name: &str) -> PathBuf {
@@ -187,5 +190,40 @@ fn records_without_sense_are_refused() {
         let run = Map::from_iter([(KEY.to_string(), record)]);
         let message = find(&checkpoint(tmp.path(), &run)).unwrap_err().to_string();
         assert!(message.contains("its record of carried tensors: "), "{message}");
+    }
+}
+
+/// Writes all tensors of the source that the file at `path` describes, with trained tensors of 0.
+fn mirrored(path: &Path, out: &Path) -> Result<()> {
+    let (carried, table) = (CarriedTensors::open(path)?, TensorTable::new(weights("qwen3_vl_moe_4_57").shape()));
+    let items = export_tensors::of_source(&carried, &table, None)?;
+    export_tensors::write(&Dir::open(out)?, items, u64::MAX, |_, values| {
+        values.fill(0.0);
+        Ok(())
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// The header and the list of the source have the same digits and names, so that a changed byte often leaves valid JSON.
+    #[test]
+    fn a_damaged_file_is_an_error_or_a_whole_export(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), any::<bool>()), 0..4)) {
+        let tmp = tempfile::tempdir().unwrap();
+        let (path, _) = kept(tmp.path(), "qwen3_vl_moe_4_57");
+        let mut bytes = fs::read(&path).unwrap();
+        for (at, byte, is_digit) in &changes {
+            let at = at.index(bytes.len());
+            bytes[at] = if *is_digit { b'0' + byte % 10 } else { *byte };
+        }
+        fs::write(&path, &bytes).unwrap();
+        let out = tmp.path().join("out");
+        fs::create_dir(&out).unwrap();
+        let exported = mirrored(&path, &out);
+        prop_assert!(exported.is_ok() || !changes.is_empty());
+        if exported.is_ok() {
+            let file = fs::read(out.join("model.safetensors")).unwrap();
+            prop_assert!(safetensors::SafeTensors::deserialize(&file).is_ok());
+        }
     }
 }

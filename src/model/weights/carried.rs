@@ -8,7 +8,7 @@ use crate::model::tensors::Role;
 use ::safetensors::tensor::{Dtype, TensorInfo};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 /// The beginning of the header of every such file, after its length.
@@ -23,12 +23,13 @@ const SOURCE_BYTES_MAX: usize = 256 << 20;
 /// A tensor of the source.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct SourceTensor {
-    pub(crate) name: String,
+pub struct SourceTensor {
+    /// Name in the files of the source.
+    pub name: String,
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<usize>,
     /// The trained tensor that it is, by the name in the family's row; `None` if it is carried.
-    pub(crate) trained: Option<String>,
+    pub trained: Option<String>,
 }
 
 impl SourceTensor {
@@ -115,7 +116,7 @@ fn read_pieces(file: &TensorFile, info: &TensorInfo, write: &mut impl FnMut(&[u8
 }
 
 /// An open file of carried tensors.
-pub(crate) struct CarriedTensors {
+pub struct CarriedTensors {
     file: TensorFile,
     source: Vec<SourceTensor>,
 }
@@ -124,8 +125,8 @@ impl CarriedTensors {
     /// Opens the file at `path`.
     ///
     /// # Errors
-    /// A file that cannot be read, or does not hold the tensors that it lists.
-    pub(crate) fn open(path: &Path) -> Result<Self> {
+    /// A file that cannot be read, does not hold the tensors that it lists, or lists one twice.
+    pub fn open(path: &Path) -> Result<Self> {
         let file = TensorFile::open(path)?;
         let list = file.info(SOURCE).filter(|info| info.dtype == Dtype::U8 && info.shape.len() == 1 && info.shape[0] <= SOURCE_BYTES_MAX);
         let list = list.ok_or_else(|| Error::format(path, "holds no list of the source's tensors"))?;
@@ -136,9 +137,13 @@ impl CarriedTensors {
             let info = file.info(&tensor.name).filter(|_| tensor.name != SOURCE && tensor.name != METADATA);
             info.map_or(tensor.trained.is_some(), |info| info.dtype == tensor.dtype && info.shape == tensor.shape)
         };
-        match source.iter().find(|tensor| !fits(tensor)) {
+        if let Some(tensor) = source.iter().find(|tensor| !fits(tensor)) {
+            return Err(Error::format(path, format_args!("does not hold {:?} as it lists it", tensor.name)));
+        }
+        let mut names = HashSet::new();
+        match source.iter().find(|tensor| !names.insert(&tensor.name)) {
             None => Ok(Self { file, source }),
-            Some(tensor) => Err(Error::format(path, format_args!("does not hold {:?} as it lists it", tensor.name))),
+            Some(tensor) => Err(Error::format(path, format_args!("lists {:?} twice", tensor.name))),
         }
     }
 
@@ -147,7 +152,7 @@ impl CarriedTensors {
     }
 
     /// All tensors of the source in order.
-    pub(crate) fn source(&self) -> &[SourceTensor] {
+    pub fn source(&self) -> &[SourceTensor] {
         &self.source
     }
 
@@ -155,7 +160,7 @@ impl CarriedTensors {
     ///
     /// # Errors
     /// An unknown name; a file that cannot be read; errors of `write`.
-    pub(crate) fn read(&self, name: &str, mut write: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    pub fn read(&self, name: &str, mut write: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let info = self.file.info(name).ok_or_else(|| Error::format(self.path(), format_args!("holds no tensor {name:?}")))?;
         read_pieces(&self.file, info, &mut write)
     }
