@@ -27,6 +27,7 @@ use crate::hub::HubQuery;
 use crate::launch::context::check_context;
 use crate::launch::open;
 use crate::model::presets;
+use crate::model::weights::ModelWeights;
 use crate::optim::simd::Isa;
 use crate::planner::machine::Machine;
 use crate::probe::{self, ProbeOptions};
@@ -133,7 +134,8 @@ pub fn plan(model: &Path, options: TrainOptions, log: &mut dyn FnMut(&dyn Displa
     let machine = Machine::of_run(&profile, &settings.cut())?;
     let request = settings.request(&shape);
     let query = SearchQuery::new(&request, &machine);
-    progress::with_progress(log, || SearchReport::of(query, &model.display().to_string(), &profile))
+    let carried_bytes = if model.is_dir() { ModelWeights::carried_bytes_in(model, &shape)? } else { 0 };
+    progress::with_progress(log, || SearchReport::of(query, (&model.display().to_string(), carried_bytes), &profile))
 }
 
 /// Converts the configuration of another trainer at `path` to TOML for this program, into the file `out` if it is set. `log` receives

@@ -2,6 +2,7 @@
 
 use super::limits::{BreakEven, LargestModel, Limits};
 use super::{Candidate, SearchQuery, WORTH};
+use crate::checkpoint::checkpoint_bytes;
 use crate::error::Result;
 use crate::facts::HardwareFacts;
 use crate::facts::{ModelFacts, PlanFacts};
@@ -43,6 +44,8 @@ pub(crate) struct SearchReport {
     pub limits: Limits,
     /// Largest models with more or fewer of its GPUs.
     pub(crate) largest_by_gpus: Vec<LargestModel>,
+    /// Disk space of the run's saves.
+    pub(crate) saves: SaveSizes,
     /// The number of tokens from which the optimizer is hidden.
     pub(crate) break_even: Option<BreakEven>,
     #[serde(skip)]
@@ -125,6 +128,15 @@ pub(crate) struct MemoryNeed {
     pub classes: Vec<(&'static str, usize)>,
 }
 
+/// Disk space that the saves of a run take.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct SaveSizes {
+    /// Bytes of one checkpoint without the model's files, which are small.
+    pub(crate) checkpoint_bytes: u64,
+    /// Bytes of carried tensors, which a run writes once; 0 where the weights of the model are not at hand.
+    pub(crate) carried_bytes: u64,
+}
+
 /// The step on a machine with more of one resource.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct WhatIf {
@@ -145,11 +157,12 @@ impl WhatIf {
 }
 
 impl SearchReport {
-    /// The answer to `query` for the model named `config` on the machine of `profile`.
+    /// The answer to `query` for the model named `config`, whose tensors beside the text part have `carried_bytes`, on the machine of
+    /// `profile`.
     ///
     /// # Errors
     /// Errors of [`SearchQuery::rank`]: if nothing fits, the error names a change that would help.
-    pub(crate) fn of(query: SearchQuery, config: &str, profile: &Profile) -> Result<Self> {
+    pub(crate) fn of(query: SearchQuery, (config, carried_bytes): (&str, u64), profile: &Profile) -> Result<Self> {
         let ranking = query.rank()?;
         let best = &ranking.candidates[0];
         let distinct = ranking.candidates[1..].iter().filter(|other| differ(&other.plan, &best.plan));
@@ -157,9 +170,12 @@ impl SearchReport {
         // Larger dimensions may choose the open settings anew.
         let mut requested = query.request.clone();
         (requested.cut.tokens, requested.wanted.split) = (None, best.wanted.split);
+        let model = ModelFacts::new(config.into(), query.request.shape());
+        let checkpoint_bytes = checkpoint_bytes(model.params, best.plan.optimizer().arrays(), &[]);
         Ok(Self {
             hardware: HardwareFacts::of(profile),
-            model: ModelFacts::new(config.into(), query.request.shape()),
+            model,
+            saves: SaveSizes { checkpoint_bytes, carried_bytes },
             alternatives: distinct.take(ALTERNATIVES).map(|other| Step::of(other, &query.request.wanted)).collect(),
             candidates: ranking.candidates.len(),
             unfit: ranking.unfit,
@@ -285,8 +301,16 @@ impl fmt::Display for SearchReport {
             let sizes: Vec<_> = self.largest_by_gpus.iter().map(|on| format!("{}: {:.2} B", on.gpus, on.params as f64 / 1e9)).collect();
             writeln!(f, "  by GPUs    {}", sizes.join(", "))?;
         }
+        writeln!(f, "\nsaves        {}", self.saves)?;
         self.break_even.iter().try_for_each(|even| writeln!(f, "\n{even}"))?;
         write!(f, "\n{}", self.plan)
+    }
+}
+
+impl fmt::Display for SaveSizes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} each, and the tokenizer's files", Bytes(self.checkpoint_bytes))?;
+        if self.carried_bytes > 0 { write!(f, "; carried tensors of {}, once", Bytes(self.carried_bytes)) } else { Ok(()) }
     }
 }
 

@@ -363,13 +363,15 @@ fn an_answer_names_the_bottleneck_the_alternatives_and_the_limits() {
         Settings { seq_length: 4096, per_device_train_batch_size: 4, bucket_mib: sweep(Some(256.0), None), ..Settings::default() };
     let request = settings.request(&shape);
     let query = SearchQuery::new(&request, &machine);
-    let report = SearchReport::of(query, "llama-8b", &profile).unwrap();
+    let report = SearchReport::of(query, ("llama-8b", 0), &profile).unwrap();
     assert!(report.alternatives.len() == 2 && report.what_if.len() == 4 && report.limits.batch >= 4 && report.limits.layers >= 32);
     assert!(report.limits.seq_length >= 2 * 4096, "{:?}", report.limits);
     assert!(report.break_even.as_ref().is_some_and(|even| even.tokens.is_some()), "{:?}", report.break_even);
     let text = report.to_string();
     assert!(
-        ["busy", "next best", "what if", "largest that fits", "break-even", "device memory"].iter().all(|word| text.contains(word)),
+        ["busy", "next best", "what if", "largest that fits", "saves", "break-even", "device memory"]
+            .iter()
+            .all(|word| text.contains(word)),
         "{text}"
     );
     let output = |start: &str| {

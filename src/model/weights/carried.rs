@@ -4,7 +4,9 @@
 use super::load::{ModelWeights, PartSource};
 use super::safetensors::{METADATA, TensorFile};
 use crate::error::{Error, Result};
+use crate::model::shape::ModelShape;
 use crate::model::tensors::Role;
+use crate::model_dir::ModelDir;
 use ::safetensors::tensor::{Dtype, TensorInfo};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -68,6 +70,17 @@ impl ModelWeights {
     pub(crate) fn carried_bytes(&self) -> Result<u64> {
         let (header, list, carried) = self.carried()?;
         Ok((header.len() + list.len() + carried.iter().map(SourceTensor::bytes).sum::<usize>()) as u64)
+    }
+
+    /// Size of the file of carried tensors of the model of `shape` in the directory `dir`; 0 if `shape` is text only, or `dir` has no weights.
+    ///
+    /// # Errors
+    /// Errors of [`ModelWeights::open`].
+    pub(crate) fn carried_bytes_in(dir: &Path, shape: &ModelShape) -> Result<u64> {
+        match shape.family.text_part() {
+            Some(_) if Self::are_in(&ModelDir::open(dir)?)? => Self::open(dir, shape)?.carried_bytes(),
+            _ => Ok(0),
+        }
     }
 
     /// Passes the file of carried tensors to `write`, piece by piece.

@@ -90,12 +90,17 @@ impl ModelWeights {
     /// # Errors
     /// Files that are damaged or cannot be read.
     pub(crate) fn decided_tie(dir: &ModelDir, shape: ModelShape) -> Result<ModelShape> {
-        if !shape.tied || !(dir.file(SINGLE)?.exists() || dir.file(INDEX)?.exists()) {
+        if !shape.tied || !Self::are_in(dir)? {
             return Ok(shape);
         }
         let weights = Self::of_files(dir, &shape)?;
         let has_head = weights.finds_another_head()?;
         Ok(shape.untied_if(has_head))
+    }
+
+    /// Whether `dir` has weights.
+    pub(super) fn are_in(dir: &ModelDir) -> Result<bool> {
+        Ok(dir.file(SINGLE)?.exists() || dir.file(INDEX)?.exists())
     }
 
     fn of_files(dir: &ModelDir, shape: &ModelShape) -> Result<Self> {
