@@ -17,11 +17,12 @@ use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
-/// Elements passed to the writer at once; few in tests, so that small tensors have many blocks. In addition, the reader holds a column or a
+/// Elements passed to the writer at once; few in tests, so that small tensors have many blocks. In addition, the reader holds a strip or a
 /// second copy.
 const BLOCK_ELEMS: usize = if cfg!(test) { 96 } else { 1 << 20 };
 const _: () = assert!(BLOCK_ELEMS.is_multiple_of(mxfp4::BLOCK_ELEMS));
-/// Two blocks take at most the memory that the plan counts for a piece of state.
+/// Elements of a strip of a transposed matrix. A block and a strip take the memory that the plan counts for a piece of state.
+const STRIP_ELEMS: usize = if cfg!(test) { 300 } else { PIECE_ELEMS - BLOCK_ELEMS };
 const _: () = assert!(2 * BLOCK_ELEMS <= PIECE_ELEMS);
 /// Bytes read at once, a multiple of every element size, so that data are widened while they are in the cache.
 const READ_BYTES: usize = if cfg!(test) { 64 } else { 256 << 10 };
@@ -311,7 +312,7 @@ struct Reader {
     raw: Vec<u8>,
     scales: Vec<u8>,
     block: Vec<f32>,
-    column: Vec<f32>,
+    strip: Vec<f32>,
 }
 
 impl Reader {
@@ -352,8 +353,8 @@ impl Reader {
         Ok(())
     }
 
-    /// Reads a transposed matrix, in which every row of the table has one element in each row of the file. As many rows as fit a block are
-    /// gathered at a time. They begin at element `first` and have `cols` elements.
+    /// Reads transposed matrices, in which every row of the table has one element in each row of the file. The rows of the table begin at
+    /// element `first` and have `cols` elements. A strip of columns of the file is read at a time, so that reads are long.
     fn read_transposed(
         &mut self,
         part: &HfPart,
@@ -362,13 +363,27 @@ impl Reader {
         write: &mut impl FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
         let (matrices, rows) = part.matrices();
-        let step = (BLOCK_ELEMS / cols).max(1);
-        for (matrix, row) in (0..matrices).flat_map(|matrix| (0..rows).step_by(step).map(move |row| (matrix * rows, row))) {
-            self.block.resize(step.min(rows - row) * cols, 0.0);
-            self.gather(source, matrix * cols + row, rows, cols)?;
-            write(first + (matrix + row) * cols, &self.block)?;
+        let (width, step) = ((STRIP_ELEMS / cols).clamp(1, rows), (BLOCK_ELEMS / cols).max(1));
+        for (matrix, strip) in (0..matrices).flat_map(|matrix| (0..rows).step_by(width).map(move |strip| (matrix * rows, strip))) {
+            let width = width.min(rows - strip);
+            self.read_strip(source, matrix * cols + strip, (rows, width), cols)?;
+            for row in (0..width).step_by(step) {
+                self.block.resize(step.min(width - row) * cols, 0.0);
+                transpose(&self.strip[row..], width, &mut self.block, cols);
+                write(first + (matrix + strip + row) * cols, &self.block)?;
+            }
         }
         Ok(())
+    }
+
+    /// Reads `width` elements of each of `cols` rows of the file. The rows have `file_cols` elements, and the first element is `start`.
+    fn read_strip(&mut self, source: LocatedTensor<'_>, start: usize, (file_cols, width): (usize, usize), cols: usize) -> Result<()> {
+        self.strip.resize(width * cols, 0.0);
+        if width == file_cols {
+            return source.read(start, &mut self.raw, &mut self.strip);
+        }
+        let rows = self.strip.chunks_mut(width).zip((start..).step_by(file_cols));
+        rows.into_iter().try_for_each(|(row, start)| source.read(start, &mut self.raw, row))
     }
 
     /// Fills the block with the elements from `start` on, which is the beginning of an MXFP4 block.
@@ -380,17 +395,19 @@ impl Reader {
         mxfp4::widen(&self.raw, &self.scales, &mut self.block);
         blocks.expect_finite(start, &self.block)
     }
+}
 
-    /// Fills the block with rows of the table of `cols` elements. In the file these rows are columns, in rows of `file_cols`; the first
-    /// column begins at element `start`.
-    fn gather(&mut self, source: LocatedTensor<'_>, start: usize, file_cols: usize, cols: usize) -> Result<()> {
-        self.column.resize(self.block.len() / cols, 0.0);
-        for col in 0..cols {
-            source.read(start + col * file_cols, &mut self.raw, &mut self.column)?;
-            let target = self.block[col..].iter_mut().step_by(cols);
-            target.zip(&self.column).for_each(|(to, from)| *to = *from);
+/// Writes the first columns of `from`, whose rows have `width` elements, as the rows of `to`, which have `cols` elements. Tiles keep the
+/// cache lines of both in use.
+fn transpose(from: &[f32], width: usize, to: &mut [f32], cols: usize) {
+    const TILE: usize = 16;
+    for (tile, rows) in to.chunks_mut(TILE * cols).enumerate() {
+        for first in (0..cols).step_by(TILE) {
+            for (row, to) in rows.chunks_exact_mut(cols).enumerate() {
+                let to = &mut to[first..cols.min(first + TILE)];
+                (first..).zip(to).for_each(|(col, to)| *to = from[col * width + tile * TILE + row]);
+            }
         }
-        Ok(())
     }
 }
 
