@@ -139,6 +139,7 @@ pub mod optim {
     pub use crate::optim::norm::{BLOCK, fold};
     pub use crate::optim::optimizer::{Optimizer, Update};
     pub use crate::optim::simd::{AdamKernels, Isa, Stores};
+    pub use crate::optim::split::{Masters, SplitMaster, SplitState};
     pub use crate::optim::state_array::{StateArrays, StatePart};
 }
 

@@ -108,10 +108,16 @@ impl<M: Moment> AdamState<'_, M> {
     #[inline(always)]
     pub(super) fn set(&mut self, i: usize, new: AdamElement, step: AdamStep) -> AdamElement {
         let rounding = Rounding { key: step.consts.rounding, first: self.first };
-        let (m, v) = (M::from_f32(new.m), M::second(new.v, rounding.bits(i)));
+        let (m, v) = stored_moments::<M>(new, rounding.bits(i));
         (self.params[i], self.m[i], self.v[i]) = (new.param, m, v);
         AdamElement { param: new.param, m: m.to_f32(), v: v.to_f32() }
     }
+}
+
+/// The moments of `new` in their stored format; `bits` round the second.
+#[inline(always)]
+pub(super) fn stored_moments<M: Moment>(new: AdamElement, bits: u32) -> (M, M) {
+    (M::from_f32(new.m), M::second(new.v, bits))
 }
 
 /// The state of one element.

@@ -17,6 +17,7 @@ pub(crate) mod optimizer;
 pub(crate) mod samples;
 pub(crate) mod schedule;
 pub(crate) mod simd;
+pub(crate) mod split;
 pub(crate) mod state_array;
 
 /// Maximum elements that pass at once between state and checkpoint, digest or initial weights; the plan counts one such buffer.

@@ -37,12 +37,28 @@ impl fmt::Display for Moments {
 pub trait Moment: Element {
     /// The stored form of a second moment; `bits` choose between its two neighbours.
     fn second(v: f32, bits: u32) -> Self;
+
+    /// Whether the sign bit is set.
+    fn has_sign(self) -> bool;
+
+    /// This magnitude with the sign bit `negative`.
+    fn with_sign(self, negative: bool) -> Self;
 }
 
 impl Moment for f32 {
     #[inline(always)]
     fn second(v: f32, _: u32) -> Self {
         v
+    }
+
+    #[inline(always)]
+    fn has_sign(self) -> bool {
+        self.to_bits() >> 31 == 1
+    }
+
+    #[inline(always)]
+    fn with_sign(self, negative: bool) -> Self {
+        f32::from_bits(self.to_bits() & 0x7fff_ffff | u32::from(negative) << 31)
     }
 }
 
@@ -53,6 +69,16 @@ impl Moment for bf16 {
     fn second(v: f32, bits: u32) -> Self {
         let rounded = (v.to_bits().wrapping_add(bits >> 16) >> 16) as u16;
         bf16::from_bits(if v.is_nan() { 0x7fff } else { rounded })
+    }
+
+    #[inline(always)]
+    fn has_sign(self) -> bool {
+        self.to_bits() >> 15 == 1
+    }
+
+    #[inline(always)]
+    fn with_sign(self, negative: bool) -> Self {
+        bf16::from_bits(self.to_bits() & 0x7fff | u16::from(negative) << 15)
     }
 }
 

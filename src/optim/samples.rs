@@ -20,6 +20,12 @@ pub(crate) fn wild<T: Element>(seed: u64, len: usize) -> Vec<T> {
     ordinary(seed, len).into_iter().map(|plain| T::from_f32(bewildered(&mut rng, plain))).collect()
 }
 
+/// Masters for splitting: ordinary values, of which every third lies in the middle of two bfloat16 values.
+pub(crate) fn split_masters(seed: u64, len: usize) -> Vec<f32> {
+    let tie = |x: f32| f32::from_bits(x.to_bits() & 0xffff_0000 | 0x8000);
+    ordinary::<f32>(seed, len).into_iter().enumerate().map(|(i, x)| if i % 3 == 0 { tie(x) } else { x }).collect()
+}
+
 /// The next number in (-1, 1).
 pub(crate) fn even(rng: &mut ChaCha8Rng) -> f32 {
     (f64::from(rng.next_u32()) / f64::from(u32::MAX) * 2.0 - 1.0) as f32

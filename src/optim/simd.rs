@@ -397,8 +397,8 @@ impl PassAccess {
 
     /// A block that begins with the elements `at`.
     #[inline(always)]
-    fn head<T: Element>(self, array: &[T], at: &Range<usize>) -> [T; BLOCK] {
-        let mut block = [T::from_f32(0.0); BLOCK];
+    fn head<T: bytemuck::Pod>(self, array: &[T], at: &Range<usize>) -> [T; BLOCK] {
+        let mut block = [T::zeroed(); BLOCK];
         block[..at.len()].copy_from_slice(self.read(array, at));
         block
     }
@@ -413,7 +413,7 @@ impl PassAccess {
 
     /// Fills `to` from the beginning of `block`. If it `streams`, `to` must be a whole block, aligned to cache lines.
     #[inline(always)]
-    fn write<T: Element>(self, streams: bool, to: &mut [T], block: &[T; BLOCK]) {
+    fn write<T: bytemuck::Pod>(self, streams: bool, to: &mut [T], block: &[T; BLOCK]) {
         if !streams {
             return to.copy_from_slice(&block[..to.len()]);
         }
@@ -432,6 +432,7 @@ struct StoreLine([u8; LINE_BYTES]);
 
 mod blocks;
 mod lifting;
+mod split;
 
 // The shells that run a pass on an instruction set, and their hand-written parts.
 #[cfg(not(all(feature = "grace-adam", target_arch = "x86_64")))]
@@ -456,6 +457,7 @@ mod tests {
 
     mod campaign;
     mod guard_pages;
+    mod split;
     #[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
     mod watched;
 

@@ -1,0 +1,220 @@
+//! fp32 master weights in two halves, without loss: the bfloat16 working weight, and 16 bits more.
+//!
+//! With the bits `P` of a master and its working weight `W`, rounded to nearest even, the lower half of `P` is stored and
+//!
+//! ```text
+//! P = (W << 16) + sign_extended(lower half) + (tie << 16)   (mod 2^32),   tie = (P & 0x1ffff == 0x8000)
+//! ```
+//!
+//! Rounding adds `0x7fff`, and 1 if bit 16 is set, before it drops the lower half. Hence the distance `D = P - (W << 16)` is in
+//! `[-0x8000, 0x8000]`, and it has the lower half of `P`. These 16 bits with a sign are `D` itself, except for `D = 0x8000`: a tie that was
+//! rounded down, because bit 16 is 0. It needs the bit `tie`. The argument is about integers, so it includes both signs, zeros, subnormal
+//! numbers and masters that round to infinity. A NaN remains a NaN, with another payload.
+//!
+//! The bit is stored in the sign of the second moment, which is never negative.
+
+use crate::dtype::Element;
+use crate::optim::adam::{AdamElement, AdamStep, stored_moments};
+use crate::optim::moments::{Moment, Rounding};
+use half::bf16;
+use std::fmt;
+
+/// Storage of master weights whose bucket the device steps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Masters {
+    /// 32 bits beside the working weight.
+    #[default]
+    Float32,
+    /// 16 bits beside the bfloat16 working weight: [`SplitMaster`].
+    Split,
+}
+
+impl fmt::Display for Masters {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Float32 => "float32",
+            Self::Split => "split",
+        })
+    }
+}
+
+/// The halves of a master.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SplitMaster {
+    /// The master rounded to nearest even.
+    pub weight: bf16,
+    /// Lower half of the master's bits.
+    pub lower: u16,
+    /// Whether the master lies in the middle of two weights, and the weight is the one nearer to zero.
+    pub tie: bool,
+}
+
+impl SplitMaster {
+    /// The halves of `master`.
+    #[inline(always)]
+    pub fn of(master: f32) -> Self {
+        let bits = master.to_bits();
+        Self { weight: <bf16 as Element>::from_f32(master), lower: bits as u16, tie: bits & 0x1_ffff == 0x8000 }
+    }
+
+    /// The master.
+    #[inline(always)]
+    pub fn master(self) -> f32 {
+        let distance = i32::from(self.lower as i16) as u32;
+        let upper = u32::from(self.weight.to_bits()) << 16;
+        f32::from_bits(upper.wrapping_add(distance).wrapping_add(u32::from(self.tie) << 16))
+    }
+}
+
+/// The state of a range of parameters with split masters: slices of equal length.
+#[derive(Debug)]
+pub struct SplitState<'a, M = f32> {
+    /// Index of the first element in the flat order.
+    pub first: usize,
+    /// Working weights.
+    pub weights: &'a mut [bf16],
+    /// Lower halves of the masters.
+    pub lower: &'a mut [u16],
+    /// First moments.
+    pub m: &'a mut [M],
+    /// Second moments, with the ties of the masters in their signs.
+    pub v: &'a mut [M],
+}
+
+impl<M: Moment> SplitState<'_, M> {
+    /// This state with a length check: the loop below then needs no further bounds checks.
+    #[inline(always)]
+    pub(super) fn sized(&mut self, elems: usize) -> SplitState<'_, M> {
+        let halves = self.weights.len() == elems && self.lower.len() == elems;
+        assert!(halves, "working weights and lower halves must each have {elems} elements, as the gradients");
+        assert!(self.m.len() == elems && self.v.len() == elems, "m and v must each have {elems} elements, as the gradients");
+        let (weights, lower) = (&mut self.weights[..elems], &mut self.lower[..elems]);
+        SplitState { first: self.first, weights, lower, m: &mut self.m[..elems], v: &mut self.v[..elems] }
+    }
+
+    #[inline(always)]
+    fn get(&self, i: usize) -> AdamElement {
+        let (m, v) = (self.m[i].to_f32(), self.v[i]);
+        AdamElement { param: decoded(self.weights[i], self.lower[i], v), m, v: v.with_sign(false).to_f32() }
+    }
+
+    #[inline(always)]
+    fn set(&mut self, i: usize, new: AdamElement, step: AdamStep) {
+        let rounding = Rounding { key: step.consts.rounding, first: self.first };
+        let (m, v) = stored_moments::<M>(new, rounding.bits(i));
+        self.m[i] = m;
+        (self.weights[i], self.lower[i], self.v[i]) = encoded(new.param, v);
+    }
+}
+
+/// The master with a working weight, a lower half, and its tie in the sign of `v`.
+#[inline(always)]
+pub(crate) fn decoded<M: Moment>(weight: bf16, lower: u16, v: M) -> f32 {
+    SplitMaster { weight, lower, tie: v.has_sign() }.master()
+}
+
+/// Working weight and lower half of `master`, and `v` with the tie in its sign.
+#[inline(always)]
+pub(crate) fn encoded<M: Moment>(master: f32, v: M) -> (bf16, u16, M) {
+    let SplitMaster { weight, lower, tie } = SplitMaster::of(master);
+    (weight, lower, v.with_sign(tie))
+}
+
+/// The synchronous step: [`adam::step`](crate::optim::adam::step) with split masters, whose working weights are part of the state.
+///
+/// # Panics
+/// If lengths differ.
+#[inline(always)]
+pub(crate) fn step<M: Moment, G: Element>(step: AdamStep, state: &mut SplitState<'_, M>, grads: &[G]) {
+    let mut state = state.sized(grads.len());
+    for (i, grad) in grads.iter().enumerate() {
+        state.set(i, step.apply(state.get(i), grad.to_f32()), step);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::optim::adam::{self, AdamConsts, AdamHyper, AdamState};
+    use crate::optim::samples::{assert_same, ordinary, same, split_masters};
+    use rand_chacha::ChaCha8Rng;
+    use rand_chacha::rand_core::{Rng, SeedableRng};
+
+    /// Lower halves at which rounding or the sign of the distance changes.
+    const EDGES: [u16; 8] = [0, 1, 0x7ffe, 0x7fff, 0x8000, 0x8001, 0xfffe, 0xffff];
+
+    fn wrongly_decoded(bits: u32) -> bool {
+        let master = f32::from_bits(bits);
+        let split = SplitMaster::of(master);
+        !same(split.master(), master) || split.weight.to_bits() != <bf16 as Element>::from_f32(master).to_bits()
+    }
+
+    fn first_wrong(lower: impl Fn(u16) -> Vec<u16>) -> Option<u32> {
+        let bits = (0..=u16::MAX).flat_map(|upper| lower(upper).into_iter().map(move |lower| u32::from(upper) << 16 | u32::from(lower)));
+        bits.into_iter().find(|&bits| wrongly_decoded(bits))
+    }
+
+    #[test]
+    fn masters_of_every_upper_half_are_decoded_to_the_bit() {
+        let mut rng = ChaCha8Rng::seed_from_u64(65);
+        let seeded: Vec<u16> = (0..64).map(|_| rng.next_u32() as u16).collect();
+        let lower = |upper: u16| EDGES.into_iter().chain(seeded.iter().map(|lower| lower ^ upper)).collect();
+        assert_eq!(first_wrong(lower), None);
+    }
+
+    #[test]
+    #[ignore = "all 2^32 masters: a minute"]
+    fn every_master_is_decoded_to_the_bit() {
+        assert_eq!(first_wrong(|_| (0..=u16::MAX).collect()), None);
+    }
+
+    #[test]
+    fn special_masters_keep_their_halves() {
+        let halves = |bits: u32| {
+            let split = SplitMaster::of(f32::from_bits(bits));
+            (split.weight.to_bits(), split.lower, split.tie)
+        };
+        assert_eq!(halves(0x3f80_8000), (0x3f80, 0x8000, true), "a tie beside an even weight goes down");
+        assert_eq!(halves(0x3f81_8000), (0x3f82, 0x8000, false), "a tie beside an odd weight goes up");
+        assert_eq!(halves(0x8000_0000), (0x8000, 0, false), "minus zero");
+        assert_eq!(halves(0x0000_0001), (0, 1, false), "the smallest subnormal number");
+        assert_eq!(halves(0x8000_8000), (0x8000, 0x8000, true), "a subnormal tie");
+        assert_eq!(halves(0x7f7f_ffff), (0x7f80, 0xffff, false), "the largest number rounds to infinity");
+        assert_eq!(halves(0x7f7f_8000), (0x7f80, 0x8000, false), "and so does the tie below");
+        for nan in [0x7f80_0001u32, 0x7f80_8000, 0x7fff_ffff, 0xff80_0001, 0xffff_8000] {
+            assert!(SplitMaster::of(f32::from_bits(nan)).master().is_nan(), "{nan:#x}");
+        }
+    }
+
+    fn steps_match<M: Moment>() {
+        let (elems, hyper) = (3000, AdamHyper { lr: 1e-2, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 });
+        let mut params = split_masters(1, elems);
+        let zeros = || vec![M::from_f32(0.0); elems];
+        let (mut m, mut v, mut out) = (zeros(), zeros(), vec![bf16::ZERO; elems]);
+        let (mut weights, mut lower, mut own_m, mut own_v) = (vec![bf16::ZERO; elems], vec![0; elems], zeros(), zeros());
+        for i in 0..elems {
+            (weights[i], lower[i], own_v[i]) = encoded(params[i], own_v[i]);
+        }
+        for t in 1..=20 {
+            // A step without gradients and decay leaves ties as they are.
+            let size = if t % 5 == 1 { 0.0 } else { 1.0 };
+            let grads: Vec<bf16> = ordinary::<f32>(t, elems).iter().map(|g| <bf16 as Element>::from_f32(g * size)).collect();
+            let at = AdamStep { consts: AdamConsts::new(&hyper, t, t > 1), scale: 0.7 };
+            adam::step(at, &mut AdamState { first: 9, params: &mut params, m: &mut m, v: &mut v }, &grads, &mut out);
+            let mut state = SplitState { first: 9, weights: &mut weights, lower: &mut lower, m: &mut own_m, v: &mut own_v };
+            step(at, &mut state, &grads);
+            let masters: Vec<f32> = (0..elems).map(|i| decoded(weights[i], lower[i], own_v[i])).collect();
+            assert_same(&masters, &params, "masters");
+            assert_same(&weights, &out, "working weights");
+            assert_same(&own_m, &m, "m");
+            assert_same(&own_v.iter().map(|v| v.with_sign(false)).collect::<Vec<_>>(), &v, "v");
+            assert!(own_v.iter().any(|v| v.has_sign()) || t > 1, "ties are among the masters");
+        }
+    }
+
+    #[test]
+    fn steps_of_split_masters_give_the_bits_of_fp32_masters() {
+        steps_match::<f32>();
+        steps_match::<bf16>();
+    }
+}
