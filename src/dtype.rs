@@ -21,6 +21,8 @@ pub enum Dtype {
     Float16,
     /// 32-bit signed integer (token ids).
     Int32,
+    /// 16-bit unsigned integer (lower halves of split master weights).
+    Uint16,
     /// 8-bit float, 4-bit exponent.
     Float8E4m3,
     /// 8-bit float, 5-bit exponent.
@@ -32,7 +34,7 @@ impl Dtype {
     pub const fn bytes(self) -> usize {
         match self {
             Self::Float32 | Self::Int32 => 4,
-            Self::Bfloat16 | Self::Float16 => 2,
+            Self::Bfloat16 | Self::Float16 | Self::Uint16 => 2,
             Self::Float8E4m3 | Self::Float8E5m2 => 1,
         }
     }
@@ -50,6 +52,7 @@ impl fmt::Display for Dtype {
             Self::Bfloat16 => "bfloat16",
             Self::Float16 => "float16",
             Self::Int32 => "int32",
+            Self::Uint16 => "uint16",
             Self::Float8E4m3 => "float8e4m3",
             Self::Float8E5m2 => "float8e5m2",
         })

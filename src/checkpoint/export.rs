@@ -183,7 +183,8 @@ impl Config {
             (None, Some(&key)) => self.map[key].clone(),
             (None, None) => Value::from("float32"),
         };
-        let known = serde_json::from_value(message.clone()).ok().filter(|dtype: &Dtype| *dtype != Dtype::Int32 && !dtype.is_fp8());
+        let known =
+            serde_json::from_value(message.clone()).ok().filter(|dtype| matches!(dtype, Dtype::Float32 | Dtype::Bfloat16 | Dtype::Float16));
         let dtype: Dtype = known.ok_or_else(|| Error::Unsupported(format!("{}: weights of dtype {message}", self.path.display())))?;
         // Every version of transformers reads the older name.
         for key in if keys.is_empty() { vec!["torch_dtype"] } else { keys } {

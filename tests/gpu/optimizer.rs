@@ -6,11 +6,12 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::internals::device::{Adam, GradNormPartials, Stream, SumSlices};
+use superoffload::internals::device::{Adam, GradNormPartials, SplitAdam, Stream, SumSlices};
 use superoffload::internals::dtype::Dtype;
-use superoffload::internals::optim::{AdamConsts, AdamHyper, BLOCK};
+use superoffload::internals::optim::{AdamConsts, AdamHyper, BLOCK, SplitMaster};
 
 const FP32: Dtype = Dtype::Float32;
+const BF16: Dtype = Dtype::Bfloat16;
 
 /// Odd lengths, and lengths around a block.
 const LENGTHS: [usize; 9] = [1, 7, 129, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 20 * BLOCK + 77];
@@ -47,8 +48,17 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
             });
         }
     }
+    for (moments, kind) in MOMENTS.into_iter().flat_map(|moments| KINDS_OF_SPLIT.map(|kind| (moments, kind))) {
+        suite.case(&format!("adam_step_split, {kind:?}, moments {moments}"), |bench, random| {
+            let mut step = |elems| split_adam(bench, random, moments, kind, elems).map(drop);
+            [1, 7, 1000, 4 * BLOCK + 5].into_iter().try_for_each(&mut step)?;
+            Ok(0.0)
+        });
+    }
 }
 
+/// Split masters have the bits of NaN that a device computes, which are not specified: no wild gradients.
+const KINDS_OF_SPLIT: [Grads; 3] = [Grads::Ordinary, Grads::Large, Grads::Zero];
 const KINDS: [Grads; 4] = [Grads::Ordinary, Grads::Wild, Grads::Large, Grads::Zero];
 const MOMENTS: [Dtype; 2] = [FP32, Dtype::Bfloat16];
 
@@ -125,6 +135,32 @@ fn adam(bench: &mut Bench, random: &mut Random, (dtype, moments): (Dtype, Dtype)
             // Positions in the flat order exceed 2^32.
             let first = (1 << 32) - 500;
             dev.launch(Adam { first, params: at[params], m: at[m], v: at[v], grads: at[grads], out: at[out], consts, scale })
+        })?;
+    }
+    Ok(0.0)
+}
+
+/// Split masters: every third master is a tie.
+fn split_adam(bench: &mut Bench, random: &mut Random, moments: Dtype, kind: Grads, elems: usize) -> Outcome {
+    let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    for (step, decay, scale) in [(1, true, 1.0), (2, false, 0.37), (1000, true, 1.0 / 65536.0)] {
+        let masters = random.uniform(FP32, elems).into_iter().enumerate();
+        let tie = |x: f32| f32::from_bits(x.to_bits() & 0xffff_0000 | 0x8000);
+        let halves: Vec<_> = masters.map(|(i, x)| SplitMaster::of(if i % 3 == 0 { tie(x) } else { x })).collect();
+        let weights: Vec<f32> = halves.iter().map(|half| half.weight.to_f32()).collect();
+        let lower: Vec<f32> = halves.iter().map(|half| half.lower.into()).collect();
+        let signed = |(v, half): (f32, &SplitMaster)| if half.tie { -v.abs() } else { v.abs() };
+        let v: Vec<f32> = random.uniform(moments, elems).into_iter().zip(&halves).map(signed).collect();
+        let (m, grads) = (random.uniform(moments, elems), kind.draw(random, BF16, elems));
+        let consts = AdamConsts::new(&hyper, step, decay);
+        let mut case = Case::default();
+        let weights = case.updated("weights", BF16, &weights, Want::Same);
+        let lower = case.updated("lower", Dtype::Uint16, &lower, Want::Same);
+        let [m, v] = [("m", &m), ("v", &v)].map(|(name, x)| case.updated(name, moments, x, Want::Same));
+        let grads = case.input("grads", BF16, &grads);
+        case.check(bench, &|dev, at| {
+            let (weights, lower, first) = (at[weights], at[lower], (1 << 32) - 500);
+            dev.launch(SplitAdam { first, weights, lower, m: at[m], v: at[v], grads: at[grads], consts, scale })
         })?;
     }
     Ok(0.0)

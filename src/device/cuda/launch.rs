@@ -119,7 +119,7 @@ pub(super) trait GpuKernel: Kernel {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()>;
 }
 
-launches!(CudaDevice, enqueue_kernel: ScatterRows, Zero, Cast, SumSlices, GradNormPartials, Adam);
+launches!(CudaDevice, enqueue_kernel: ScatterRows, Zero, Cast, SumSlices, GradNormPartials, Adam, SplitAdam);
 
 impl CudaDevice {
     /// Enqueues the launches of a kernel.

@@ -99,6 +99,7 @@ fn suffix(dtype: Dtype) -> &'static str {
         Dtype::Float16 => "f16",
         Dtype::Float32 => "f32",
         Dtype::Int32 => "i32",
+        Dtype::Uint16 => "u16",
         Dtype::Float8E4m3 => "e4m3",
         Dtype::Float8E5m2 => "e5m2",
     }

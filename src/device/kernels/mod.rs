@@ -114,7 +114,7 @@ sum! {
         rope::{QkNorm, QkNormBackward, Rope},
         route::{RouterLogits, Route, Segments, Dispatch, Combine, RouterBackward, RouterBalance},
         sinks::{Sinks, SinksBackward},
-        transfer::{Zero, Cast, SumSlices, GradNormPartials, Adam, Poke};
+        transfer::{Zero, Cast, SumSlices, GradNormPartials, Adam, SplitAdam, Poke};
         norm::{RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward},
         pointwise::{Swiglu, SwigluBackward, Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd},
 }

@@ -166,10 +166,54 @@ impl Kernel for Adam {
     }
 
     fn check_shape(&self) -> Result<()> {
-        match self.m.dtype() {
-            Dtype::Float32 | Dtype::Bfloat16 => Ok(()),
-            other => Err(refused(Self::NAME, format!("moments of {other}"))),
+        check_moments(Self::NAME, self.m.dtype())
+    }
+}
+
+/// [`Adam`] with split masters; bit-identical to [`crate::optim::split`]. All operands have the same length.
+#[derive(Clone, Copy, Debug)]
+pub struct SplitAdam {
+    /// Index of the first element in the flat order.
+    pub first: usize,
+    /// Working weights, bf16, updated.
+    pub weights: DeviceSlice,
+    /// Lower halves of the masters, uint16, updated.
+    pub lower: DeviceSlice,
+    /// First moments, fp32 or bf16, updated.
+    pub m: DeviceSlice,
+    /// Second moments, with the ties of the masters in their signs, in the format of `m`, updated.
+    pub v: DeviceSlice,
+    /// bf16.
+    pub grads: DeviceSlice,
+    pub consts: AdamConsts,
+    /// Factor on the gradients: clip scale over loss scale.
+    pub scale: f32,
+}
+
+impl Kernel for SplitAdam {
+    const NAME: &'static str = "adam_step_split";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let n = self.weights.elems();
+        let mut all = operands![
+            self; Update weights[n] Bfloat16, Update lower[n] Uint16, Update m[n], Update v[n], Read grads[n] Bfloat16
+        ];
+        for moment in [2, 3] {
+            all[moment].dtype = Some(self.m.dtype());
         }
+        all
+    }
+
+    fn check_shape(&self) -> Result<()> {
+        check_moments(Self::NAME, self.m.dtype())
+    }
+}
+
+/// Checks the format of moments in device memory.
+fn check_moments(kernel: &'static str, dtype: Dtype) -> Result<()> {
+    match dtype {
+        Dtype::Float32 | Dtype::Bfloat16 => Ok(()),
+        other => Err(refused(kernel, format!("moments of {other}"))),
     }
 }
 

@@ -6,12 +6,13 @@ use super::isa::vectorised;
 use super::split::Chunks;
 use crate::device::cpu::CpuDevice;
 use crate::device::cpu::task_memory::TaskMemory;
-use crate::device::{Adam, Checked, GradNormPartials, Launch, Stream};
+use crate::device::{Adam, Checked, GradNormPartials, Launch, SplitAdam, Stream};
 use crate::dtype::{Dtype, Element};
 use crate::error::Result;
 use crate::optim::adam::{self, AdamState, AdamStep};
 use crate::optim::moments::Moment;
 use crate::optim::norm::{self, BLOCK};
+use crate::optim::split::{self, SplitState};
 use half::bf16;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -64,6 +65,34 @@ impl Launch<Adam> for CpuDevice {
     }
 }
 
+impl Launch<SplitAdam> for CpuDevice {
+    fn accept(&mut self, kernel: Checked<SplitAdam>) -> Result<()> {
+        match kernel.m.dtype() == Dtype::Bfloat16 {
+            false => self.compute(kernel, resident_split_step::<f32>),
+            true => self.compute(kernel, resident_split_step::<bf16>),
+        }
+    }
+}
+
+fn resident_split_step<M: Moment>(adam: SplitAdam, cx: &mut Compute, memory: &TaskMemory<'_>) {
+    let SplitAdam { first, weights, lower, m, v, grads, consts, scale } = adam;
+    let (weights, lower) = (memory.write(weights), memory.write(lower));
+    let state = SplitState { first, weights, lower, m: memory.write::<M>(m), v: memory.write(v) };
+    split_adam_step(cx, AdamStep { consts, scale }, state, memory.read(grads));
+}
+
+/// See [`SplitAdam`].
+fn split_adam_step<M: Moment>(cx: &mut Compute, step: AdamStep, state: SplitState<'_, M>, grads: &[bf16]) {
+    let (isa, first) = (cx.isa, state.first);
+    let moments = (Chunks::new(state.m, PARAMS), Chunks::new(state.v, PARAMS));
+    let halves = (Chunks::new(state.weights, PARAMS), Chunks::new(state.lower, PARAMS));
+    cx.team.for_each((halves, moments), |block, ((weights, lower), (m, v))| {
+        let start = block * PARAMS;
+        let grads = &grads[start..][..weights.len()];
+        split_adam_elems(isa, step, first + start, weights, lower, m, v, grads);
+    });
+}
+
 fn resident_step<M: Moment, G: Element, O: Element>(adam: Adam, cx: &mut Compute, memory: &TaskMemory<'_>) {
     let Adam { first, params, m, v, grads, out, consts, scale } = adam;
     let state = AdamState { first, params: memory.write(params), m: memory.write::<M>(m), v: memory.write(v) };
@@ -99,11 +128,20 @@ vectorised! {
     }
 }
 
+vectorised! {
+    fn split_adam_elems<M: Moment>(
+        step: AdamStep, first: usize, weights: &mut [bf16], lower: &mut [u16], m: &mut [M], v: &mut [M], grads: &[bf16],
+    ) {
+        split::step(step, &mut SplitState { first, weights, lower, m, v }, grads);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::testing::{assert_same_everywhere, bits, fastest, values};
     use super::*;
     use crate::optim::adam::{AdamConsts, AdamHyper};
+    use crate::optim::samples::split_masters;
 
     const ELEMS: usize = 3 * PARAMS + 77;
 
@@ -147,5 +185,32 @@ mod tests {
     fn adam_is_the_specification_to_the_bit() {
         adam_matches::<f32>();
         adam_matches::<bf16>();
+    }
+
+    fn split_adam_matches<M: Moment>() {
+        let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+        let step = AdamStep { consts: AdamConsts::new(&hyper, 3, true), scale: 0.7 };
+        let (grads, masters) = (values::<bf16>(1, ELEMS), split_masters(2, ELEMS));
+        let run = |pass: &mut dyn FnMut(SplitState<'_, M>)| {
+            let mut m = values::<M>(3, ELEMS);
+            let v = values::<f32>(4, ELEMS);
+            let halves = masters.iter().zip(v).map(|(&master, v)| split::encoded(master, M::from_f32(v.abs())));
+            let (mut weights, (mut lower, mut v)): (Vec<_>, (Vec<_>, Vec<_>)) = halves.map(|(w, lower, v)| (w, (lower, v))).unzip();
+            pass(SplitState { first: 99, weights: &mut weights, lower: &mut lower, m: &mut m, v: &mut v });
+            let lower: Vec<bf16> = lower.into_iter().map(bf16::from_bits).collect();
+            [bits(&weights), bits(&lower), bits(&m), bits(&v)].concat()
+        };
+        let want = run(&mut |mut state| split::step(step, &mut state, &grads));
+        assert_same_everywhere(|cx| {
+            let got = run(&mut |state| split_adam_step(cx, step, state, &grads));
+            assert!(got == want);
+            got
+        });
+    }
+
+    #[test]
+    fn adam_with_split_masters_is_the_specification_to_the_bit() {
+        split_adam_matches::<f32>();
+        split_adam_matches::<bf16>();
     }
 }

@@ -254,7 +254,7 @@ pub(super) fn data_type(dtype: Dtype) -> Result<i32> {
         Dtype::Float32 => Ok(TYPE_F32),
         Dtype::Float8E4m3 => Ok(TYPE_E4M3),
         Dtype::Float8E5m2 => Ok(TYPE_E5M2),
-        Dtype::Int32 => Err(Error::Unsupported("a matrix product of int32".into())),
+        Dtype::Int32 | Dtype::Uint16 => Err(Error::Unsupported(format!("a matrix product of {dtype}"))),
     }
 }
 
@@ -263,7 +263,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn int32_has_no_products() {
-        assert!(data_type(Dtype::Int32).is_err());
+    fn integers_have_no_products() {
+        assert!(data_type(Dtype::Int32).is_err() && data_type(Dtype::Uint16).is_err());
     }
 }

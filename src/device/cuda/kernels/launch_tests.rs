@@ -210,7 +210,11 @@ fn transfer(list: &mut List, r: &mut TestMemory, elems: usize) -> Result<()> {
     let consts = AdamConsts::new(&AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }, 3, true);
     let (params, m, v, grads, out) = (r.f(elems), r.f(elems), r.f(elems), r.x(elems), r.x(elems));
     Adam { first: 77, params, m, v, grads, out, consts, scale: 0.7 }.enqueue(list)?;
-    let [m, v] = [m, v].map(|wide| DeviceSlice::at(wide.addr(), elems, Dtype::Bfloat16));
+    let narrow = |x: DeviceSlice| DeviceSlice::at(x.addr(), elems, Dtype::Bfloat16);
+    let (weights, lower) = (narrow(out), DeviceSlice::at(params.addr(), elems, Dtype::Uint16));
+    SplitAdam { first: 77, weights, lower, m, v, grads: narrow(grads), consts, scale: 0.7 }.enqueue(list)?;
+    let [m, v] = [m, v].map(narrow);
+    SplitAdam { first: 77, weights, lower, m, v, grads: narrow(grads), consts, scale: 0.7 }.enqueue(list)?;
     Adam { first: 77, params, m, v, grads, out, consts, scale: 0.7 }.enqueue(list)?;
     Poke { x: r.x(elems), index: elems / 2, value: 7.0 }.enqueue(list)
 }

@@ -1,4 +1,4 @@
-//! Transfer kernels: casts, gradient norm, optimizer of resident buckets. They are hand-written in `ptx/{cast,grad_norm,adam,poke}.ptx`.
+//! Transfer kernels: casts, gradient norm, optimizer of resident buckets. They are hand-written in `ptx/{cast,grad_norm,adam,adam_split,poke}.ptx`.
 //!
 //! Each kernel has a path for aligned vectors and a path for single elements. The second serves tails, and all elements if an address is
 //! not aligned: see [`vectors`].
@@ -9,17 +9,18 @@ mod tests;
 
 use crate::device::cuda::launch::{Arg, GpuKernel, LaunchConfig, Queue, args, size};
 use crate::device::cuda::modules::{PtxSource, ptx_file};
-use crate::device::{Adam, Cast, DeviceSlice, GradNormPartials, Kernel, Poke, Stream, SumSlices, Zero};
+use crate::device::{Adam, Cast, DeviceSlice, GradNormPartials, Kernel, Poke, SplitAdam, Stream, SumSlices, Zero};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::optim::norm::BLOCK;
 
-pub(super) const SOURCES: [PtxSource; 6] = [
+pub(super) const SOURCES: [PtxSource; 7] = [
     PtxSource { file: ptx_file!("cast.ptx"), typed: &[], plain: &["cast_bf16_f32", "cast_f16_f32", "cast_f32_bf16", "cast_f32_f16"] },
     PtxSource { file: ptx_file!("copy.ptx"), typed: &[], plain: &["copy_words"] },
     PtxSource { file: ptx_file!("grad_norm.ptx"), typed: &["grad_norm"], plain: &[] },
     PtxSource { file: ptx_file!("sum_slices.ptx"), typed: &["sum_slices"], plain: &[] },
     PtxSource { file: ptx_file!("adam.ptx"), typed: &["adam_step", "adam_step_packed"], plain: &[] },
+    PtxSource { file: ptx_file!("adam_split.ptx"), typed: &[], plain: &["adam_step_split", "adam_step_split_packed"] },
     PtxSource { file: ptx_file!("poke.ptx"), typed: &["poke"], plain: &[] },
 ];
 
@@ -90,8 +91,7 @@ impl GpuKernel for Adam {
         let Self { first, params, m, v, grads, out, consts: c, scale } = self;
         let elems = params.elems();
         let vectors = vectors(elems, VECTOR, &[params, m, v, grads, out]);
-        // One thread for each vector and for each element of the tail.
-        let blocks = grid(elems - (VECTOR - 1) * vectors as usize, THREADS)?;
+        let blocks = step_grid(elems, vectors)?;
         let step = args![
             params,
             m,
@@ -121,11 +121,46 @@ impl GpuKernel for Adam {
     }
 }
 
+impl GpuKernel for SplitAdam {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { first, weights, lower, m, v, grads, consts: c, scale } = self;
+        let elems = weights.elems();
+        let vectors = vectors(elems, VECTOR, &[weights, lower, m, v, grads]);
+        let name = if m.dtype() == Dtype::Float32 { Self::NAME } else { "adam_step_split_packed" };
+        let args = args![
+            weights,
+            lower,
+            m,
+            v,
+            grads,
+            elems as u64,
+            vectors,
+            c.beta1,
+            c.one_minus_beta1,
+            c.beta2,
+            c.one_minus_beta2,
+            c.decay,
+            c.neg_step_size,
+            c.inv_sqrt_bias2,
+            c.eps,
+            scale,
+            first as u32,
+            c.rounding
+        ];
+        queue.launch(Stream::Compute, name, None, step_grid(elems, vectors)?, args)
+    }
+}
+
 impl GpuKernel for Poke {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { x, index, value } = self;
         queue.launch(Stream::Compute, Self::NAME, Some(x.dtype()), LaunchConfig::new(1, 1), args![x.slice(index, 1), value])
     }
+}
+
+/// A grid with one thread for each vector of a step and for each element of the tail.
+fn step_grid(elems: usize, vectors: u64) -> Result<LaunchConfig> {
+    grid(elems - (VECTOR - 1) * vectors as usize, THREADS)
 }
 
 /// A grid of blocks of [`THREADS`] threads for `items`, with `per_block` items for each block.

@@ -9,7 +9,8 @@ use crate::dtype::Element;
 use crate::optim::adam::{self, AdamConsts, AdamHyper, AdamState, AdamStep};
 use crate::optim::moments::Moment;
 use crate::optim::norm;
-use crate::optim::samples::{assert_same, ordinary, wild};
+use crate::optim::samples::{assert_same, ordinary, split_masters, wild};
+use crate::optim::split;
 use half::{bf16, f16};
 
 impl Queue for EmulatedMemory {
@@ -203,6 +204,42 @@ fn adam_is_the_specification() {
             adam_matches::<bf16, bf16>(elems, offset);
             adam_matches::<bf16, f16>(elems, offset);
             adam_matches::<bf16, f32>(elems, offset);
+        }
+    }
+}
+
+/// Like [`adam_matches`], of split masters of which many are ties.
+fn split_adam_matches<M: Moment>(elems: usize, offset: usize) {
+    let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let (consts, scale, first) = (AdamConsts::new(&hyper, 3, true), 0.7, (1 << 32) - 700);
+    let mixed = |seed| [ordinary::<f32>(seed, elems - elems / 3), wild(seed, elems / 3)].concat();
+    let mut params = mixed(1);
+    params.iter_mut().zip(split_masters(1, elems)).step_by(3).for_each(|(param, tie)| *param = tie);
+    let mut m: Vec<M> = mixed(2).into_iter().map(M::from_f32).collect();
+    let mut v: Vec<M> = mixed(3).iter().map(|x| M::from_f32(x.abs())).collect();
+    let grads: Vec<bf16> = mixed(4).into_iter().map(<bf16 as Element>::from_f32).collect();
+    let halves = params.iter().zip(&v).map(|(&param, &v)| split::encoded(param, v));
+    let (weights, (lower, signed)): (Vec<_>, (Vec<_>, Vec<_>)) = halves.map(|(weight, lower, v)| (weight, (lower, v))).unzip();
+    let mut memory = EmulatedMemory::default();
+    let (weights, lower) = (memory.with(Dtype::Bfloat16, offset, &weights), memory.with(Dtype::Uint16, offset, &lower));
+    let [mm, vv] = [&m, &signed].map(|x| memory.with(M::DTYPE, offset, x));
+    let g = memory.with(Dtype::Bfloat16, offset, &grads);
+    SplitAdam { first, weights, lower, m: mm, v: vv, grads: g, consts, scale }.enqueue(&mut memory).unwrap();
+    let mut out = vec![bf16::ZERO; elems];
+    adam::step(AdamStep { consts, scale }, &mut AdamState { first, params: &mut params, m: &mut m, v: &mut v }, &grads, &mut out);
+    let (got, lower, signed) = (memory.read::<bf16>(weights), memory.read::<u16>(lower), memory.read::<M>(vv));
+    assert_same(&got, &out, "weights");
+    assert_same(&(0..elems).map(|i| split::decoded(got[i], lower[i], signed[i])).collect::<Vec<_>>(), &params, "masters");
+    assert_same(&memory.read::<M>(mm), &m, "m");
+    assert_same(&signed.iter().map(|v| v.with_sign(false)).collect::<Vec<_>>(), &v, "v");
+}
+
+#[test]
+fn adam_on_split_masters_gives_the_bits_of_fp32_masters() {
+    for elems in [1, 2, 4, 7, 1024, 1500] {
+        for offset in [0, 1, 4] {
+            split_adam_matches::<f32>(elems, offset);
+            split_adam_matches::<bf16>(elems, offset);
         }
     }
 }
