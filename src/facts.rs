@@ -184,6 +184,8 @@ pub(crate) struct PlanFacts {
     pub link_dtype: String,
     /// Format of the optimizer's moments.
     pub(crate) moments: Moments,
+    /// Storage of master weights whose buckets the device steps.
+    pub(crate) masters: String,
     /// Instruction set of the optimizer.
     pub isa: String,
     /// Optimizer threads.
@@ -240,6 +242,7 @@ impl PlanFacts {
             matmul_dtype: if plan.recipe.numerics.fp8 { "fp8".into() } else { plan.recipe.numerics.dtype.to_string() },
             link_dtype: plan.protocol.link_dtype.to_string(),
             moments: plan.recipe.numerics.moments,
+            masters: plan.protocol.masters.to_string(),
             isa: plan.site.isa.to_string(),
             threads: plan.site.threads,
             buckets: layout.count(),

@@ -2,7 +2,7 @@
 //! `superoffload` must equal that of `zero-offload` and `no-offload`, and counters prove that it speculated.
 
 use crate::campaign::record;
-use crate::support::{Noise, digest, engine, grad_ring, load, random_params, settings, start, tiny_llama, tiny_moe};
+use crate::support::{Noise, digest, engine, grad_ring, load, params_with_ties, random_params, settings, start, tiny_llama, tiny_moe};
 use crate::sweep::sweep;
 use half::bf16;
 use proptest::prelude::*;
@@ -11,7 +11,7 @@ use serde_json::json;
 use std::cell::Cell;
 use superoffload::internals::bucket::{BucketLayout, BucketStarts, LayoutRequest, Tier};
 use superoffload::internals::data::{Batch, Batches};
-use superoffload::internals::device::Kernels;
+use superoffload::internals::device::{CpuDevice, Kernels};
 use superoffload::internals::engine::{Counts, Engine, ExpertLoad};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::{UseEngine, on_cpus};
@@ -67,6 +67,8 @@ struct Way {
     early: bool,
     /// Whether every bucket holds whole tensors.
     whole_tensors: bool,
+    /// Whether masters on the device are split, where possible.
+    split: bool,
 }
 
 const STEPS: u64 = 6;
@@ -99,6 +101,7 @@ const REFERENCE: Way = Way {
     sums_on_host: false,
     early: false,
     whole_tensors: false,
+    split: false,
 };
 
 /// Digest, counts of bucket steps, and for each step the loss and the expert load.
@@ -111,6 +114,8 @@ thread_local! {
     static RINGED: Cell<usize> = const { Cell::new(0) };
     /// Count of runs with sums on the host.
     static SUMMED_THERE: Cell<usize> = const { Cell::new(0) };
+    /// Count of runs with split masters.
+    static SPLIT: Cell<usize> = const { Cell::new(0) };
     /// Count of runs whose buckets differ from those of equal lengths.
     static UNEQUAL: Cell<usize> = const { Cell::new(0) };
 }
@@ -123,7 +128,7 @@ impl UseEngine for Steps<'_> {
 
     fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<Run> {
         let Self(case, way) = self;
-        load(&mut engine, random_params(case.seed));
+        load(&mut engine, params_with_ties(case.seed));
         let mut batches = Text { noise: Noise::new(case.seed, case.vocab), masked: case.masked };
         let (mut counts, mut losses) = (Counts::default(), Vec::new());
         for step in 0..STEPS {
@@ -170,12 +175,14 @@ fn run(case: &Case, way: &Way) -> Run {
     // Settings must not request techniques that are turned off or not compiled in.
     let repartition = cfg!(feature = "repartition") && way.strategy == "superoffload" && !way.without.contains("repartition");
     let resident = if repartition { way.resident } else { 0 };
+    let is_split = way.split && ["bfloat16", FP8].contains(&case.dtype) && (repartition || way.strategy == "no-offload");
+    let masters = if is_split { "split" } else { "float32" };
     let cast = if cfg!(feature = "superchip-cast") { way.cast } else { "host" };
     let adversary = way.adversary.map_or(String::new(), |seed| format!("adversary = {seed}\ndevice = \"cpu\""));
     let without = if way.without.is_empty() { String::new() } else { format!("without = [{}]", way.without) };
     let dtype = if case.dtype == FP8 { "matmul-dtype = \"fp8\"".into() } else { format!("dtype = \"{}\"", case.dtype) };
     let lines = format!(
-        "strategy = \"{}\"\nthreads = {}\nbucket-mib = {}\nslots = {}\nresident-buckets = {}\ncast = \"{}\"\n{without}\n{adversary}\n\
+        "strategy = \"{}\"\nthreads = {}\nbucket-mib = {}\nslots = {}\nresident-buckets = {}\nmasters = \"{masters}\"\ncast = \"{}\"\n{without}\n{adversary}\n\
          seed = {}\n{dtype}\nmoments = \"{}\"\ngradient-accumulation-steps = {}\ngradient-shares = {}\ngradient-group = {}\ngpus = {}\nmax-grad-norm = {}\ninject = [{}]\n\
          head-rows = \"{}\"\nseq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
         way.strategy,
@@ -210,6 +217,7 @@ fn run(case: &Case, way: &Way) -> Run {
     RINGED.with(|runs| runs.set(runs.get() + usize::from(plan.placement.rings.grads.is_some())));
     plan.placement.rings.sums_on_host = way.sums_on_host && ranks == 1 && case.partial_sums > 1 && plan.placement.layout.offloaded() > 0;
     SUMMED_THERE.with(|runs| runs.set(runs.get() + usize::from(plan.placement.rings.sums_on_host)));
+    SPLIT.with(|runs| runs.set(runs.get() + usize::from(is_split && plan.placement.layout.offloaded() < plan.placement.layout.count())));
     SHARDED.with(|runs| runs.set(runs.get() + usize::from(ranks > 1 && plan.placement.rings.weights.is_some())));
     on_cpus(&plan, &shape, &Topology::this_machine(), Steps(case, way)).unwrap_or_else(|error| panic!("{error}: {case:?} {way:?}"))
 }
@@ -285,11 +293,13 @@ fn ways() -> impl Strategy<Value = Way> {
         prop::sample::select(without.to_vec()),
         prop::sample::select(vec!["host", "host", "device"]),
         prop::option::weighted(0.8, any::<u32>().prop_map(u64::from)),
-        (prop_oneof![Just(1usize), 1usize..5], any::<[bool; 6]>()),
+        (prop_oneof![Just(1usize), 1usize..5], any::<[bool; 7]>()),
     )
         .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary, (ranks, more))| {
-            let [sharded, ringed, sums_on_host, evaluates, early, whole_tensors] = more;
+            let [sharded, ringed, sums_on_host, evaluates, early, whole_tensors, split] = more;
             let ranks = if sums_on_host { 1 } else { ranks };
+            // The strategy that steps every bucket on the device, instead of the one that steps none there.
+            let strategy = if split && strategy == "zero-offload" { "no-offload" } else { strategy };
             Way {
                 strategy,
                 threads,
@@ -306,6 +316,7 @@ fn ways() -> impl Strategy<Value = Way> {
                 sums_on_host,
                 early,
                 whole_tensors,
+                split,
             }
         })
 }
@@ -614,6 +625,64 @@ fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
     assert_eq!(speculated > 0, cfg!(feature = "stv"));
 }
 
+/// Split masters, of which many are ties at the start: alone and on several ranks, with sharded weights, rings, FP8, faults and clipped steps. Some buckets or
+/// all are on the device.
+#[test]
+fn split_masters_change_no_bit() {
+    let before = SPLIT.get();
+    for seed in seeds(24) {
+        let pick = |every: u64, count: usize| (seed / every) as usize % count;
+        let (partial_sums, max_norm) = ([1, 2, 3, 4][pick(1, 4)], [1.7, 0.0, 1e-3, 1e9][pick(3, 4)]);
+        let faults = vec![(1, 0.3, 1, "\"nan\""), (4, 0.8, 3, "\"inf\""), (5, 0.5, 2, "100.0")];
+        let (dtype, tied) = (["bfloat16", "bfloat16", FP8][pick(2, 3)], seed.is_multiple_of(2));
+        let case = Case { seed, dtype, moments: moments(seed), layers: 12, tied, max_norm, faults, ..tiny_case(partial_sums) };
+        let want = reference(&case);
+        let strategy =
+            if cfg!(feature = "repartition") { ["superoffload", "superoffload", "no-offload"][pick(1, 3)] } else { "no-offload" };
+        let (ranks, resident, adversary) = ([1, partial_sums][pick(4, 2)], 1 + pick(1, 5), (pick(5, 4) > 0).then_some(seed));
+        let sharded = cfg!(feature = "weight-flow") && ranks > 1 && pick(2, 2) == 0;
+        let way = Way { strategy, bucket_kib: 72, resident, slots: 2, ranks, adversary, sharded, ringed: pick(3, 2) == 0, ..REFERENCE };
+        let have = run(&case, &Way { split: true, ..way.clone() });
+        assert_eq!((&have.0, &have.2), (&want.0, &want.2), "{way:?}, {case:?}");
+    }
+    assert_eq!(SPLIT.get() - before, seeds(24).count(), "every run has split masters");
+}
+
+/// Split masters share the signs of second moments. Neither array changes the other, in any order of writes and in any range.
+#[test]
+fn split_masters_and_second_moments_are_read_as_they_were_written() {
+    let (shape, parts) = (tiny_llama(2, 32, 64, true), [StatePart::PARAMS, StatePart::M, StatePart::V]);
+    for moments in MOMENTS {
+        let lines = format!("moments = \"{moments}\"\nseq-length = 8\nper-device-train-batch-size = 2\nmax-steps = 9\nthreads = 1");
+        let mut engine = engine(&settings(&format!("strategy = \"no-offload\"\nmasters = \"split\"\n{lines}")), &shape);
+        let elems = engine.table().flat_elems();
+        // Moments are bfloat16 numbers, and every second master is a tie.
+        let value = |part: StatePart, salt: u32, i: usize| match part {
+            StatePart::PARAMS => f32::from_bits((i as u32 * 0x1f3 + salt) << 16 | if i % 2 == 0 { 0x8000 } else { 0x8765 }),
+            StatePart::M => -bf16::from_f32((i as u32 % 91 + salt) as f32).to_f32(),
+            _ => bf16::from_f32((i as u32 % 97 + salt) as f32).to_f32(),
+        };
+        let read = |engine: &mut Engine<CpuDevice>, part| {
+            let mut values = vec![7.0f32; elems];
+            engine.read_state(part, 0, &mut values).unwrap();
+            values
+        };
+        let mut want = parts.map(|part| read(&mut engine, part));
+        for (salt, order) in (1..).zip([[0, 1, 2], [2, 1, 0], [2, 0, 2], [0, 2, 0]]) {
+            for part in order {
+                let range = salt as usize * 5..elems - salt as usize * 7;
+                range.clone().for_each(|i| want[part][i] = value(parts[part], salt, i));
+                engine.write_state(parts[part], range.start, &want[part][range]).unwrap();
+            }
+            for (part, want) in parts.into_iter().zip(&want) {
+                let have = read(&mut engine, part);
+                let wrong = (0..elems).find(|&i| have[i].to_bits() != want[i].to_bits() && !(have[i].is_nan() && want[i].is_nan()));
+                assert_eq!(wrong, None, "{part:?}, moments {moments}, order {order:?}");
+            }
+        }
+    }
+}
+
 /// After one step without clipping, m is exactly half of the gradient. The test compares four shares with the gradients of each share
 /// alone.
 #[test]
@@ -664,6 +733,7 @@ fn speculations_are_kept_redone_and_undone_and_counted() {
         sums_on_host: false,
         early: false,
         whole_tensors: false,
+        split: false,
     };
     let (case, faults) = (tiny_case(1), vec![(3, 0.5, 0, "\"nan\"")]);
     let case = Case { max_norm: 2.21, faults, ..case };

@@ -43,6 +43,13 @@ fn every_memory_class_of_a_plan_for_cpus_matches_allocations() {
             }
             compare(&format!("{strategy}activations = \"host\"\n"), shape, &Machine::cpu(2));
         }
+        for moments in ["float32", "bfloat16"] {
+            let lines = format!("{}masters = \"split\"\nmoments = \"{moments}\"\n", strategies[2]);
+            let plan = compare(&lines, shape, &Machine::cpu(2));
+            let resident = plan.forecast.memory.iter().find(|class| class.name == "resident p, m, v").unwrap();
+            let bytes = if moments == "float32" { 10 } else { 6 };
+            assert_eq!(resident.bytes, bytes * plan.placement.layout.flat_elems(), "{plan}");
+        }
         if cfg!(feature = "superchip-cast") {
             compare(&format!("{}cast = \"device\"\n", strategies[0]), shape, &Machine::cpu(2));
         }
@@ -83,6 +90,12 @@ fn every_memory_class_of_a_plan_for_a_gpu_matches_allocations() {
         assert!(!paged.placement.layout.elems_in(Tier::Unified).is_empty(), "{paged}");
     }
     compare(&format!("{common}moments = \"bfloat16\"\n"), &shape, &gpu(2000));
+    if cfg!(feature = "repartition") {
+        let more = "masters = \"split\"\n";
+        compare(&format!("{common}{more}"), &shape, &gpu(2000));
+        let paged = compare(&format!("{common}{more}memory = \"unified\"\nresident-buckets = 3\n"), &shape, &gpu(8000));
+        assert!([Tier::Device, Tier::Unified].into_iter().all(|tier| !paged.placement.layout.elems_in(tier).is_empty()), "{paged}");
+    }
     let experts = tiny_moe(12, 1024, 256, true);
     for mib in [1600, 2400, 4000] {
         compare(common, &experts, &gpu(mib));
@@ -128,6 +141,8 @@ fn every_memory_class_of_a_plan_for_several_gpus_matches_allocations() {
             "resident-buckets = 2\n",
             "weights = \"sharded\"\n",
             "strategy = \"no-offload\"\n",
+            "strategy = \"no-offload\"\nmasters = \"split\"\n",
+            "resident-buckets = 2\nmasters = \"split\"\n",
             "sequence-ranks = 2\n",
             "sequence-ranks = 2\nhead-rows = \"trained\"\n",
             // Two ranks share each key head.

@@ -212,6 +212,25 @@ fn packed_moments_are_resumed() {
     }
 }
 
+/// Checkpoints hold float32 masters, whichever way a run stores them in memory. A resume may change it, alone and with several ranks.
+#[test]
+fn runs_with_split_masters_write_the_bytes_of_float32_masters_and_resume_from_them() {
+    for moments in ["float32", "bfloat16"] {
+        let workspace = Workspace::new();
+        let flags = |masters: &'static str| ["--strategy", "no-offload", "--moments", moments, "--masters", masters];
+        let digest = reference(&workspace, &flags("float32"));
+        assert_eq!(run(&mut workspace.train("split", &flags("split"))).digest(), digest);
+        let state = |out: &str| fs::read(workspace.path(&format!("{out}/checkpoint-12/state.bin"))).unwrap();
+        assert!(state("split") == state("whole"), "moments in {moments}");
+        for (from, masters) in [("whole", "split"), ("split", "float32"), ("split", "split")] {
+            let out = format!("{from}-{masters}");
+            workspace.copy_checkpoints(from, &out, &[6]);
+            assert_eq!(run(&mut workspace.resume(&out, &flags(masters))).digest(), digest, "{out}");
+            assert_whole(&workspace, &out);
+        }
+    }
+}
+
 /// Routing and its balance are recomputed from the weights, so checkpoints hold nothing else about experts.
 #[test]
 fn a_run_of_a_model_with_experts_is_resumed() {

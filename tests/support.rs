@@ -76,6 +76,16 @@ pub fn random_params(seed: u64) -> impl Fn(&TensorSpec) -> Vec<f32> {
     }
 }
 
+/// Like [`random_params`]. Every third parameter lies in the middle of two bfloat16 numbers.
+pub fn params_with_ties(seed: u64) -> impl Fn(&TensorSpec) -> Vec<f32> {
+    let params = random_params(seed);
+    move |spec| {
+        let mut params = params(spec);
+        params.iter_mut().step_by(3).for_each(|param| *param = f32::from_bits(param.to_bits() & 0xffff_0000 | 0x8000));
+        params
+    }
+}
+
 /// An engine with the given weights, ready to step.
 pub fn start(plan: &Plan, shape: &ModelShape, params: impl Fn(&TensorSpec) -> Vec<f32>) -> Engine<CpuDevice> {
     let mut engine = cpu_engine(plan, shape, &Topology::this_machine()).unwrap();

@@ -10,7 +10,7 @@ use crate::optim::moments::Moments;
 use crate::optim::schedule::TrainLength;
 use crate::ranks::RANKS_MAX;
 use crate::request::check::require;
-use crate::request::choices::{HostMemoryKind, Strategy, Technique, Transport, WeightsChoice};
+use crate::request::choices::{HostMemoryKind, MastersChoice, Strategy, Technique, Transport, WeightsChoice};
 use crate::request::cut::MICRO_BATCH_TOKENS_MAX;
 use crate::signals::StopSignal;
 use std::path::Path;
@@ -232,6 +232,11 @@ impl Settings {
         require(!unified || states_move, "memory", "unified", rule)?;
         let rule = "needs --rollback deferred: the inverse step cannot restore rounded moments";
         require(self.moments == Moments::Float32 || self.rollback == Rollback::Deferred, "moments", self.moments, rule)?;
+        let is_split = self.masters == MastersChoice::Split;
+        let rule = "needs --dtype bfloat16, whose numbers are the upper halves of float32 numbers";
+        require(!is_split || self.dtype == TrainDtype::Bfloat16, "masters", "split", rule)?;
+        let rule = "needs --rollback deferred: the inverse step can make second moments negative, and split masters use their signs";
+        require(!is_split || self.rollback == Rollback::Deferred, "masters", "split", rule)?;
         if let Some(matmul_dtype) = self.matmul_dtype {
             let name = describe::written(&describe::value(&matmul_dtype));
             require(self.dtype == TrainDtype::Bfloat16, "matmul-dtype", name, "needs --dtype bfloat16")?;
@@ -353,6 +358,16 @@ mod tests {
             let printed = refused.to_string();
             assert!(printed.starts_with(&format!("{flag} {message}")) && printed.lines().count() == 1, "{flag} {value}: {printed}");
         }
+    }
+
+    #[test]
+    fn split_masters_are_refused_without_upper_halves_and_without_free_signs() {
+        let refused = |args: &[&str]| resolve(&[&["--masters", "split"], args].concat()).unwrap_err().to_string();
+        for dtype in ["float16", "float32"] {
+            assert!(refused(&["--dtype", dtype]).starts_with("--masters split: needs --dtype bfloat16"));
+        }
+        assert!(refused(&["--rollback", "inverse"]).starts_with("--masters split: needs --rollback deferred"));
+        assert!(resolve(&["--masters", "split", "--matmul-dtype", "fp8"]).is_ok() && resolve(&["--masters", "auto"]).is_ok());
     }
 
     #[test]

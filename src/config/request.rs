@@ -147,6 +147,7 @@ impl Settings {
             activations: self.activations,
             weights: self.weights,
             resident_buckets: self.resident_buckets,
+            masters: self.masters,
             bucket_mib: self.bucket_mib,
             cast: self.cast,
             threads: self.threads,

@@ -28,7 +28,7 @@ use crate::optim::schedule::{LrScheduler, TrainLength};
 use crate::recipe::part::RunPart;
 use crate::request::choices::{
     ActivationsChoice, AttentionChoice, CastSide, EarlyRows, ExpertProductsChoice, HeadRowsChoice, HostMemoryKind, IsaChoice,
-    ResidentBuckets, Strategy, Technique, Transport, WeightsChoice,
+    MastersChoice, ResidentBuckets, Strategy, Technique, Transport, WeightsChoice,
 };
 use crate::signals::StopSignal;
 use crate::units::Bytes;
@@ -379,6 +379,8 @@ settings! {
         matmul_dtype: MatmulDtype => "that of --dtype", Free, Recipe;
         /// Format of AdamW's moments between steps.
         moments: Moments = Moments::Float32, Free, Recipe;
+        /// Storage of the GPU's master weights; split saves 2 bytes a parameter, without loss.
+        masters: MastersChoice = MastersChoice::Auto, Free, Wanted;
     }
 
     Processes {

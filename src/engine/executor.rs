@@ -135,9 +135,9 @@ impl<D: Kernels> Engine<D> {
         let mut host = HostMemory::new(plan.site.host_memory.clone());
         let (mut dev, pool) = (dev, pool);
         let exchange = exchange((&mut dev, &mut host), &plan)?;
-        let slices = exchange.slices();
-        let memory = Memory::new(&plan, slices, (&mut dev, &mut host))?;
-        let (scratch, model, flow) = StepScratch::take(&plan, &shape, slices, (&mut dev, &mut host), &memory.bounce_buffer)?;
+        let (slices, memory) = (exchange.slices(), Memory::new(&plan, &*exchange, (&mut dev, &mut host))?);
+        let (scratch, model, flow) =
+            StepScratch::take(&plan, &shape, slices, memory.weights, (&mut dev, &mut host), &memory.bounce_buffer)?;
         let report = StepResults::new(slices.elems(), plan.recipe.step.shares / slices.ranks(), exchange.sums_on(), &mut dev, &mut host)?;
         let expert_rows = ExpertRows::new(&shape, plan.micro_batches_of_rank(), (&mut dev, &mut host))?;
         model.prepare(&mut dev)?;

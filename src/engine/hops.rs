@@ -9,7 +9,7 @@ use super::step_job::StepJob;
 use super::watch::driver_state::DriverActivity;
 use super::watch::fault_injector::FaultInjector;
 use crate::bucket::slot::Slot;
-use crate::device::{Adam, Cast, DeviceSlice, Kernels, Stream};
+use crate::device::{Adam, Cast, DeviceSlice, Kernels, SplitAdam, Stream};
 use crate::error::Result;
 use crate::faults::FaultPhase;
 use crate::host::pinned::PinnedSlice;
@@ -225,15 +225,18 @@ impl<D: Kernels> Engine<D> {
             if part.is_empty() {
                 continue;
             }
-            let arrays = self.memory.states.on_device(&part).arrays;
+            let state = self.memory.states.on_device(&part);
             let own_flat = flat.start + part.start - local.start..flat.start + part.end - local.start;
             let (grads, out) = (self.grads(&own_flat, part.start), self.weights(&own_flat, part.start));
             match self.plan.optimizer() {
                 Optimizer::AdamW { hyper, .. } => {
                     let hyper = AdamHyper { lr: update.learning_rate, ..hyper };
                     let consts = AdamConsts::new(&hyper, update.optimizer_step, segment.decay);
-                    let [params, m, v] = arrays.into_array();
-                    self.dev.launch(Adam { first: own_flat.start, params, m, v, grads, out, consts, scale: update.scale })?;
+                    let ([params, m, v], first, scale) = (state.arrays.into_array(), own_flat.start, update.scale);
+                    match state.weights() {
+                        None => self.dev.launch(Adam { first, params, m, v, grads, out, consts, scale })?,
+                        Some(weights) => self.dev.launch(SplitAdam { first, weights, lower: params, m, v, grads, consts, scale })?,
+                    }
                 }
             }
         }

@@ -67,15 +67,18 @@ impl<D: Kernels> Engine<D> {
 
     /// Moves memory to the placement of `plan`, from any state of allocation. After an error the scratch memory is missing.
     fn arrange(&mut self, plan: Plan) -> Result<()> {
-        let (exchange, (dev, host), bounce_buffer) = (&mut self.exchange, (&mut self.dev, &mut self.host), &self.memory.bounce_buffer);
-        exchange.rearrange((dev, host), &plan.placement.layout)?;
+        let (exchange, (dev, host), memory) = (&mut self.exchange, (&mut self.dev, &mut self.host), &mut self.memory);
         self.scratch.give_back((dev, host))?;
-        let (slices, states) = (exchange.slices(), &mut self.memory.states);
-        states.bring_to_host(slices, (dev, host), bounce_buffer)?;
-        states.send_to_device(slices, (dev, host), bounce_buffer)?;
+        memory.free_weights(dev)?;
+        exchange.rearrange((dev, host), &plan.placement.layout)?;
+        let (slices, states) = (exchange.slices(), &mut memory.states);
+        states.bring_to_host(slices, (dev, host), &memory.bounce_buffer)?;
+        states.send_to_device(slices, (dev, host), &memory.bounce_buffer)?;
         exchange.take((dev, host), &plan)?;
-        let shape = self.model.shape.clone();
-        (self.scratch, self.model, self.flow) = StepScratch::take(&plan, &shape, exchange.slices(), (dev, host), bounce_buffer)?;
+        memory.take_weights(&plan, &**exchange, dev)?;
+        let (shape, slices) = (self.model.shape.clone(), exchange.slices());
+        (self.scratch, self.model, self.flow) =
+            StepScratch::take(&plan, &shape, slices, memory.weights, (dev, host), &memory.bounce_buffer)?;
         self.coordinator.rearrange(&plan.placement.layout, staging(&plan));
         self.transfers.rearrange(dev, &plan.placement.layout, plan.placement.param_slots)?;
         self.plan = plan;

@@ -171,7 +171,8 @@ impl<D: Kernels> Engine<D> {
     }
 
     fn send_own_weights(&mut self) -> Result<()> {
-        for state in &self.memory.states.device {
+        // The working weights of split masters are part of the state.
+        for state in self.memory.states.device.iter().filter(|state| state.weights().is_none()) {
             for (flat, local) in self.exchange.slices().pieces(state.local.clone()) {
                 let (src, dst) = (state.arrays[StatePart::PARAMS].slice(local - state.local.start, flat.len()), self.weights(&flat, local));
                 self.dev.launch(Cast { stream: Stream::Compute, src, dst })?;

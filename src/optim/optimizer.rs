@@ -3,6 +3,7 @@
 use crate::dtype::Dtype;
 use crate::optim::adam::AdamHyper;
 use crate::optim::moments::Moments;
+use crate::optim::split::Masters;
 use crate::optim::state_array::{ArrayRounding, StateArray, StateArrays, StatePart};
 
 /// An optimizer with the settings that decide its results. A further optimizer is a variant here, its passes in
@@ -26,10 +27,17 @@ impl Optimizer {
         }
     }
 
-    /// The arrays of the state.
+    /// The arrays of the state, on the host and in checkpoints.
     pub const fn arrays(&self) -> StateArrays {
         match self {
             Self::AdamW { moments, .. } => moments.arrays(),
+        }
+    }
+
+    /// The arrays in device memory of a state that the device steps.
+    pub(crate) const fn device_arrays(&self, masters: Masters) -> StateArrays {
+        match self {
+            Self::AdamW { moments, .. } => moments.device_arrays(masters),
         }
     }
 
@@ -49,6 +57,15 @@ impl Moments {
             Self::Bfloat16 => StateArrays::new(&BFLOAT16),
         }
     }
+
+    /// The arrays in device memory of a state of AdamW that the device steps.
+    pub(crate) const fn device_arrays(self, masters: Masters) -> StateArrays {
+        match (masters, self) {
+            (Masters::Float32, _) => self.arrays(),
+            (Masters::Split, Self::Float32) => StateArrays::new(&SPLIT_FLOAT32),
+            (Masters::Split, Self::Bfloat16) => StateArrays::new(&SPLIT_BFLOAT16),
+        }
+    }
 }
 
 impl StatePart {
@@ -58,15 +75,17 @@ impl StatePart {
     pub const V: Self = Self::at(2);
 }
 
-/// The arrays of AdamW's state with moments in the format `dtype`.
-const fn adamw(dtype: Dtype) -> [StateArray; 3] {
+/// The arrays of AdamW's state: `masters`, and moments in the format `dtype`.
+const fn adamw(masters: StateArray, dtype: Dtype) -> [StateArray; 3] {
     let m = StateArray { name: "m", dtype, rounding: ArrayRounding::Nearest, is_nonnegative: false };
     let v = StateArray { name: "v", dtype, rounding: ArrayRounding::Stochastic, is_nonnegative: true };
-    [StateArray::PARAMS, m, v]
+    [masters, m, v]
 }
 
-const FLOAT32: [StateArray; 3] = adamw(Dtype::Float32);
-const BFLOAT16: [StateArray; 3] = adamw(Dtype::Bfloat16);
+const FLOAT32: [StateArray; 3] = adamw(StateArray::PARAMS, Dtype::Float32);
+const BFLOAT16: [StateArray; 3] = adamw(StateArray::PARAMS, Dtype::Bfloat16);
+const SPLIT_FLOAT32: [StateArray; 3] = adamw(StateArray::LOWER, Dtype::Float32);
+const SPLIT_BFLOAT16: [StateArray; 3] = adamw(StateArray::LOWER, Dtype::Bfloat16);
 
 /// One application of a gradient: optimizer step, learning rate and gradient scale.
 #[derive(Clone, Copy, Debug, PartialEq)]

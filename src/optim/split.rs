@@ -120,6 +120,45 @@ pub(crate) fn encoded<M: Moment>(master: f32, v: M) -> (bf16, u16, M) {
     (weight, lower, v.with_sign(tie))
 }
 
+/// Splits `masters` into `weights`, `lower` halves, and ties in the signs of `v`, the second moments in their stored form.
+pub(crate) fn split(masters: &[f32], weights: &mut [bf16], lower: &mut [u16], v: &mut [u8]) {
+    for ((&master, (weight, lower)), sign) in masters.iter().zip(weights.iter_mut().zip(lower)).zip(sign_bytes(v, masters.len())) {
+        let halves = SplitMaster::of(master);
+        (*weight, *lower, *sign) = (halves.weight, halves.lower, *sign & !SIGN | u8::from(halves.tie) << 7);
+    }
+}
+
+/// Joins the halves of `masters`; see [`split`].
+pub(crate) fn join(weights: &[bf16], lower: &[u16], v: &[u8], masters: &mut [f32]) {
+    let width = v.len() / masters.len().max(1);
+    for (i, master) in masters.iter_mut().enumerate() {
+        let tie = v[(i + 1) * width - 1] & SIGN > 0;
+        *master = SplitMaster { weight: weights[i], lower: lower[i], tie }.master();
+    }
+}
+
+/// Gives the `elems` stored values `to` the signs of `from`.
+pub(crate) fn copy_signs(from: &[u8], to: &mut [u8], elems: usize) {
+    let width = from.len() / elems.max(1);
+    for (i, sign) in sign_bytes(to, elems).enumerate() {
+        *sign = *sign & !SIGN | from[(i + 1) * width - 1] & SIGN;
+    }
+}
+
+/// Clears the signs of `elems` stored values.
+pub(crate) fn clear_signs(values: &mut [u8], elems: usize) {
+    sign_bytes(values, elems).for_each(|sign| *sign &= !SIGN);
+}
+
+/// The sign bit in the last byte of a value.
+const SIGN: u8 = 0x80;
+
+/// The last bytes of `elems` little-endian values.
+fn sign_bytes(values: &mut [u8], elems: usize) -> impl Iterator<Item = &mut u8> {
+    let width = values.len() / elems.max(1);
+    values.iter_mut().skip(width.max(1) - 1).step_by(width.max(1))
+}
+
 /// The synchronous step: [`adam::step`](crate::optim::adam::step) with split masters, whose working weights are part of the state.
 ///
 /// # Panics

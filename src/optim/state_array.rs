@@ -56,6 +56,10 @@ impl StateArray {
     /// The master weights.
     pub const PARAMS: Self = Self { name: "parameters", dtype: Dtype::Float32, rounding: ArrayRounding::Nearest, is_nonnegative: false };
 
+    /// The lower halves of split master weights, in memory only.
+    pub(super) const LOWER: Self =
+        Self { name: "lower halves", dtype: Dtype::Uint16, rounding: ArrayRounding::Nearest, is_nonnegative: false };
+
     /// Bytes of the values of `elems` parameters.
     pub const fn bytes(&self, elems: usize) -> usize {
         elems * self.dtype.bytes()
@@ -125,7 +129,7 @@ impl StateArrays {
     /// # Panics
     /// If the first array is not that of the parameters, or there are more than [`ARRAYS_MAX`].
     pub(super) const fn new(arrays: &'static [StateArray]) -> Self {
-        assert!(!arrays.is_empty() && arrays.len() <= ARRAYS_MAX && matches!(arrays[0].dtype, Dtype::Float32));
+        assert!(!arrays.is_empty() && arrays.len() <= ARRAYS_MAX && matches!(arrays[0].dtype, Dtype::Float32 | Dtype::Uint16));
         Self(arrays)
     }
 

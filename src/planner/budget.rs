@@ -21,6 +21,7 @@ use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, TensorTable};
 use crate::optim::PIECE_ELEMS;
 use crate::optim::norm::BLOCK;
+use crate::optim::split::Masters;
 use crate::planner::rules::Policy;
 use crate::ranks::progress::CounterSizes;
 use crate::ranks::slice_connections::slices_under_way;
@@ -117,6 +118,12 @@ pub(crate) struct Workload<'a> {
 impl Workload<'_> {
     pub(crate) fn shape(&self) -> &ModelShape {
         &self.recipe.model
+    }
+
+    /// Bytes of a parameter's state, if the device steps it, without the working weight. States in unified memory have float32 masters.
+    pub(crate) fn device_state_bytes(&self, tier: Tier) -> usize {
+        let masters = if tier == Tier::Device { self.protocol.masters } else { Masters::Float32 };
+        self.recipe.optimizer().device_arrays(masters).state_bytes()
     }
 
     /// Host slots for gradients: one for each offloaded bucket, so that no bucket waits. With deferred updates there are `slots` more,
@@ -226,7 +233,7 @@ impl Workload<'_> {
             class("passing sums", MemorySpace::Device, passing * sum_bytes),
             class("peers' gradients", MemorySpace::Device, pulled),
             class("NCCL's buffers", MemorySpace::Device, if self.site.by_nccl { ranks * gpu::NCCL_BYTES } else { 0 }),
-            class("resident p, m, v", MemorySpace::Device, state_bytes * resident),
+            class("resident p, m, v", MemorySpace::Device, self.device_state_bytes(Tier::Device) * resident),
             class("paged states here", MemorySpace::Device, self.paged_window_bytes(layout)),
             class("cast staging", MemorySpace::Device, staging),
             class("activations", MemorySpace::Device, ranks * activations.device_bytes().0 as usize),

@@ -8,6 +8,7 @@ use crate::model::head_rows::HeadRows;
 use crate::model::policy::LayerPolicy;
 use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
+use crate::optim::split::Masters;
 use crate::units::{Bytes, counted};
 use clap::ValueEnum;
 use std::fmt;
@@ -111,6 +112,10 @@ impl Plan {
                 counted(self.placement.grad_slots, "gradient slot"),
                 counted(self.placement.param_slots, "parameter slot")
             )?,
+        }
+        if self.protocol.masters == Masters::Split {
+            let (split, every) = (layout.buckets_in(Tier::Device).len(), "every bucket that the device steps");
+            writeln!(f, "  masters     split in {split} of {count} buckets, {every}: 16 bits beside each bfloat16 weight, without loss")?;
         }
         if !layout.early().is_empty() {
             let early = layout.early().len();

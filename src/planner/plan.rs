@@ -48,7 +48,8 @@ impl Plan {
     /// # Panics
     /// If the other plan differs in the cut of buckets, in the steps or in the numerics.
     pub(crate) fn with_placement_of(&self, other: Self) -> Self {
-        let cut = |plan: &Self| (plan.placement.layout.with_resident(0), plan.site.ranks, plan.protocol.link_dtype, plan.protocol.rules);
+        let formats = |plan: &Self| (plan.protocol.link_dtype, plan.protocol.masters);
+        let cut = |plan: &Self| (plan.placement.layout.with_resident(0), plan.site.ranks, formats(plan), plan.protocol.rules);
         assert_eq!(cut(self), cut(&other), "another cut is no other place");
         // The engine receives the norm with each step.
         let recipe = Recipe { max_grad_norm: self.recipe.max_grad_norm, ..other.recipe };

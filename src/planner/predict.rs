@@ -12,6 +12,7 @@ use crate::memory::{Addressing, DeviceMemory};
 use crate::model::activations::ActivationPlan;
 use crate::model::policy::LayerPolicy;
 use crate::model::tensors::TensorTable;
+use crate::optim::split::Masters;
 use std::fmt;
 
 /// Safety factor on the pool's time: hosts of one kind range from 3.1e9 to 5.2e9 parameters a second. A step hides most of the difference,
@@ -85,12 +86,10 @@ impl<'a> Predictor<'a> {
         let (rates, ranks) = (&self.workload.site.machine.rates, self.workload.site.ranks as f64);
         let accum = self.workload.recipe.step.micro_batches_each(self.workload.site.ranks) as f64;
         let offloaded = layout.offloaded_elems() as f64 / ranks;
-        let device_elems = layout.flat_elems() as f64 / ranks - offloaded;
-        // Adam reads and writes the state, reads a gradient and writes a weight.
         let state_bytes = self.workload.recipe.numerics.moments.arrays().state_bytes();
-        let adam_bytes = 2 * state_bytes + 2 * self.workload.recipe.numerics.dtype.bytes();
+        let on_device = [Tier::Device, Tier::Unified].map(|tier| layout.elems_in(tier).len() as f64 / ranks * self.adam_bytes(tier));
         let passes_s = accum * self.passes.micro_step_s(policies) + self.sums_s(layout.flat_elems());
-        let adam_s = device_elems * adam_bytes as f64 / rates.device_bytes_per_s;
+        let adam_s = on_device.iter().sum::<f64>() / rates.device_bytes_per_s;
         let kept_s = accum * activations.host_bytes().0 as f64 / rates.both_ways_bytes_per_s;
         if layout.away() == Tier::Unified {
             // States are paged while the optimizer runs, when nothing else uses the link.
@@ -163,6 +162,15 @@ impl<'a> Predictor<'a> {
             (self.workload.recipe.step.shares, self.workload.site.ranks, self.workload.recipe.numerics.dtype);
         let bytes = partial_sums * dtype.bytes() + partial_sums / ranks * 2 * 4;
         if partial_sums > 1 { (elems / ranks * bytes) as f64 / self.workload.site.machine.rates.device_bytes_per_s } else { 0.0 }
+    }
+
+    /// Bytes per parameter of a step on the device: state read and written, gradient read, weight written, and read if it is half of a
+    /// split master.
+    fn adam_bytes(&self, tier: Tier) -> f64 {
+        let is_split = tier == Tier::Device && self.workload.protocol.masters == Masters::Split;
+        let passes_over_weights = if is_split { 2 } else { 1 };
+        let dtype_bytes = self.workload.recipe.numerics.dtype.bytes();
+        (2 * self.workload.device_state_bytes(tier) + (1 + passes_over_weights) * dtype_bytes) as f64
     }
 
     /// Bytes per parameter of an update after the verdict: state read and written, gradient read, weight written.

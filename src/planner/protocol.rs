@@ -3,6 +3,7 @@
 use super::rules::Rules;
 use super::techniques::Techniques;
 use crate::dtype::Dtype;
+use crate::optim::split::Masters;
 use crate::request::choices::Strategy;
 
 /// How the steps of a run proceed.
@@ -16,6 +17,8 @@ pub struct Protocol {
     pub rules: Rules,
     /// The next forward waits for all parameters, not per bucket (ZeRO-Offload).
     pub barrier: bool,
+    /// Storage of master weights whose buckets the device steps.
+    pub masters: Masters,
     /// Format of gradients and parameters on the link; fp32 when the device casts.
     pub link_dtype: Dtype,
 }

@@ -28,8 +28,11 @@ use crate::model::tensors::TensorTable;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
+use crate::optim::split::Masters;
 use crate::recipe::{Numerics, Recipe};
-use crate::request::choices::{AttentionChoice, CastSide, HostMemoryKind, IsaChoice, ResidentBuckets, Strategy, Transport, WeightsChoice};
+use crate::request::choices::{
+    AttentionChoice, CastSide, HostMemoryKind, IsaChoice, MastersChoice, ResidentBuckets, Strategy, Transport, WeightsChoice,
+};
 use crate::request::{KernelChoices, Request};
 use crate::trace::spans_per_track;
 
@@ -91,7 +94,19 @@ fn protocol(request: &Request, techniques: Techniques) -> Result<Protocol> {
         deadline_order: techniques.deadline_order,
         early_commit: techniques.early_commit,
     };
-    Ok(Protocol { strategy: request.strategy, techniques, rules, barrier: request.strategy == Strategy::ZeroOffload, link_dtype })
+    let (strategy, masters) = (request.strategy, masters(request, techniques)?);
+    Ok(Protocol { strategy, techniques, rules, barrier: strategy == Strategy::ZeroOffload, masters, link_dtype })
+}
+
+/// The storage of master weights on the device. Split masters need buckets that the device steps.
+fn masters(request: &Request, techniques: Techniques) -> Result<Masters> {
+    match request.wanted.masters {
+        MastersChoice::Auto | MastersChoice::Float32 => Ok(Masters::Float32),
+        MastersChoice::Split if techniques.repartition || request.strategy == Strategy::NoOffload => Ok(Masters::Split),
+        MastersChoice::Split => Err(Error::usage(
+            "--masters split needs buckets that the device steps: use --strategy no-offload, or superoffload with the technique repartition",
+        )),
+    }
 }
 
 /// The recipe with its kernels, and with the requested tile of the loss, or the whole loss in one tile until the planner has chosen it.
@@ -332,6 +347,9 @@ mod tests {
         let two = ResidentBuckets::Count(2);
         assert!(refused(Settings { resident_buckets: two, ..off(Technique::Repartition) }).contains("repartition"));
         assert!(refused(Settings { isa: IsaChoice::Avx2, ..off(Technique::GraceAdam) }).contains("grace-adam"));
+        let split = MastersChoice::Split;
+        assert!(refused(Settings { masters: split, ..off(Technique::Repartition) }).starts_with("--masters split needs buckets"));
+        assert!(refused(Settings { masters: split, strategy: Strategy::ZeroOffload, ..Settings::demo() }).contains("no-offload"));
         let fault = Injection { step: 1, element: usize::MAX, share: 0, value: 0.0 };
         assert!(refused(Settings { inject: vec![fault], ..Settings::demo() }).contains("belongs to no tensor"));
     }

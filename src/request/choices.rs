@@ -37,6 +37,18 @@ pub enum IsaChoice {
     Sve2,
 }
 
+/// Storage of fp32 master weights whose buckets the device steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MastersChoice {
+    /// As float32: split has not been measured on a GPU.
+    Auto,
+    /// 32 bits beside each weight.
+    Float32,
+    /// 16 bits beside each bfloat16 weight, without loss.
+    Split,
+}
+
 /// Side of the link that converts gradients between formats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -1,6 +1,6 @@
 //! The part of a request that search and replanning vary.
 
-use super::choices::{ActivationsChoice, CastSide, ResidentBuckets, Technique, WeightsChoice};
+use super::choices::{ActivationsChoice, CastSide, MastersChoice, ResidentBuckets, Technique, WeightsChoice};
 use super::cut::StepSplit;
 use crate::describe::{flag, value};
 use serde_json::Value;
@@ -17,6 +17,8 @@ pub struct Wanted {
     pub weights: WeightsChoice,
     /// Tail buckets with their optimizer states on the device.
     pub resident_buckets: ResidentBuckets,
+    /// Storage of these buckets' master weights.
+    pub masters: MastersChoice,
     /// Size of a bucket in MiB of working weights; `None`: the plan decides.
     pub bucket_mib: Option<f64>,
     /// Side that converts gradients.
@@ -37,8 +39,8 @@ impl Wanted {
     }
 
     /// All choices, the most important first.
-    fn values(&self) -> [(&'static str, Value); 10] {
-        let Self { split, activations, weights, resident_buckets, bucket_mib, cast, threads, slots, without } = self;
+    fn values(&self) -> [(&'static str, Value); 11] {
+        let Self { split, activations, weights, resident_buckets, masters, bucket_mib, cast, threads, slots, without } = self;
         let StepSplit { micro_batch, accumulation } = split;
         [
             ("per_device_train_batch_size", value(micro_batch)),
@@ -46,6 +48,7 @@ impl Wanted {
             ("activations", value(activations)),
             ("weights", value(weights)),
             ("resident_buckets", value(resident_buckets)),
+            ("masters", value(masters)),
             ("bucket_mib", value(bucket_mib)),
             ("cast", value(cast)),
             ("threads", value(threads)),

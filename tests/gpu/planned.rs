@@ -6,7 +6,7 @@ use superoffload::internals::engine::Engine;
 use superoffload::internals::model::ActivationPlan;
 
 /// Names of device allocations, and the classes that count them. Activations have the names of their own plan.
-const ON_DEVICE: [(&str, &str); 21] = [
+const ON_DEVICE: [(&str, &str); 22] = [
     ("weights", "weights"),
     ("gradients", "gradients"),
     ("gradient sums", "gradient sums"),
@@ -15,6 +15,7 @@ const ON_DEVICE: [(&str, &str); 21] = [
     ("gradient slices", "gradient slices"),
     ("peers' gradients", "peers' gradients"),
     ("resident parameters", "resident p, m, v"),
+    ("resident lower halves", "resident p, m, v"),
     ("resident m", "resident p, m, v"),
     ("resident v", "resident p, m, v"),
     ("paged parameters", "paged p, m, v"),

@@ -58,6 +58,8 @@ class Settings(TypedDict, total=False):
     """Format of layers' matrix products; fp8 is faster and coarser [default: that of --dtype]."""
     moments: Literal["float32", "bfloat16"]
     """Format of AdamW's moments between steps [default: float32]."""
+    masters: Literal["auto", "float32", "split"]
+    """Storage of the GPU's master weights; split saves 2 bytes a parameter, without loss [default: auto]."""
     processes: int
     """Processes that train together [default: the launcher's, else 1]."""
     process: int

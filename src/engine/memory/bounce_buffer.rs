@@ -19,11 +19,6 @@ impl BounceBuffer {
         Ok(Self { buffer, bounced: dev.event()? })
     }
 
-    /// Copies fp32 values to the device.
-    pub(in crate::engine) fn upload<D: Device>(&self, sides: Sides<'_, D>, source: &[f32], target: DeviceSlice) -> Result<()> {
-        self.fill(sides, target.slice(0, source.len()), |elems, bytes| bytes.copy_from_slice(bytemuck::cast_slice(&source[elems])))
-    }
-
     /// Fills device memory: `write` receives a range of elements and a buffer for them in the format of `target`. A simulated device has no
     /// host memory, so `write` is not called.
     pub(in crate::engine) fn fill<D: Device>(

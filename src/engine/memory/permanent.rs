@@ -1,30 +1,63 @@
-//! Memory that lives as long as the engine: the state of all buckets, and buffers of the driver.
+//! Memory that lives as long as the engine: the state of all buckets, and buffers of the driver. The model's weights are here because split
+//! masters share them; another plan allocates them anew.
 
 use super::bounce_buffer::BounceBuffer;
-use super::states::{DeviceState, StateTiers};
+use super::states::StateTiers;
 use crate::bucket::slices::Slices;
-use crate::device::{Device, Sides};
+use crate::device::{Device, DeviceSlice, Kernels, Lease, Sides};
+use crate::engine::ranks::exchange::Exchange;
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
 use crate::model::init::init_flat;
 use crate::model::tensors::TensorTable;
 use crate::optim::PIECE_ELEMS;
+use crate::optim::moments::Rounding;
 use crate::optim::state_array::StatePart;
 use crate::planner::plan::Plan;
 
 pub(in crate::engine) struct Memory {
     pub(in crate::engine) states: StateTiers,
+    /// The model's flat weights.
+    pub(in crate::engine) weights: DeviceSlice,
+    weights_lease: Lease,
     /// Inputs of all micro-batches of a step.
     batches: PinnedSlice,
     pub(in crate::engine) bounce_buffer: BounceBuffer,
 }
 
 impl Memory {
-    pub(in crate::engine) fn new<D: Device>(plan: &Plan, slices: &Slices, (dev, host): Sides<'_, D>) -> Result<Self> {
-        let states = StateTiers::new(plan.optimizer().arrays(), slices, (dev, host))?;
+    pub(in crate::engine) fn new<D: Kernels>(plan: &Plan, exchange: &dyn Exchange<D>, (dev, host): Sides<'_, D>) -> Result<Self> {
+        let states = StateTiers::new((plan.optimizer(), plan.protocol.masters), exchange.slices(), (dev, host))?;
         let batches = host.alloc("batches", plan.micro_batches_of_rank() * input_bytes(plan))?;
         dev.pin(batches)?;
-        Ok(Self { states, batches, bounce_buffer: BounceBuffer::new((dev, host))? })
+        let (weights, bounce_buffer) = (DeviceSlice::at(0, 0, plan.recipe.numerics.dtype), BounceBuffer::new((dev, host))?);
+        let mut memory = Self { states, weights, weights_lease: Lease::default(), batches, bounce_buffer };
+        memory.take_weights(plan, exchange, dev)?;
+        Ok(memory)
+    }
+
+    /// Allocates the weights of `plan`. Split masters move there.
+    ///
+    /// # Errors
+    /// `Resource` when memory is not available; split masters stay where they are then.
+    pub(in crate::engine) fn take_weights<D: Kernels>(&mut self, plan: &Plan, exchange: &dyn Exchange<D>, dev: &mut D) -> Result<()> {
+        let (flat, dtype) = (plan.placement.layout.flat_elems(), plan.recipe.numerics.dtype);
+        let weights = self.weights_lease.alloc_flat(dev, "weights", flat, dtype, plan.placement.rings.weights)?;
+        self.weights = weights;
+        self.states.place_weights(dev, |bucket| match exchange.slices().pieces(bucket.clone()).next() {
+            Some((flat, local)) => exchange.own_weights(weights, &flat, local),
+            // A rank may own nothing of a short bucket.
+            None => weights.slice(0, 0),
+        })
+    }
+
+    /// Frees the weights. Split masters move out of them, into less memory than gradients take: free those before.
+    ///
+    /// # Errors
+    /// `Resource` when memory for split masters is not available; the weights stay then.
+    pub(in crate::engine) fn free_weights<D: Kernels>(&mut self, dev: &mut D) -> Result<()> {
+        self.states.keep_weights(dev)?;
+        self.weights_lease.give_back_device(dev)
     }
 
     /// The memory of one micro-batch: a [`crate::data::rows::batch::Batch`], int32 `[arrays, T]`, or this rank's part of it.
@@ -52,14 +85,14 @@ impl Memory {
                 init_flat(table, seed, flat.start, host.lend_mut(memory), threads)?;
             }
         }
-        for DeviceState { local, arrays } in &self.states.device {
-            let params = arrays[StatePart::PARAMS];
-            let mut buffer = vec![0.0; PIECE_ELEMS.min(params.elems())];
-            for (flat, start) in slices.pieces(local.clone()) {
+        for state in &self.states.device {
+            let mut buffer = vec![0.0; PIECE_ELEMS.min(state.local.len())];
+            for (flat, start) in slices.pieces(state.local.clone()) {
                 for piece in (0..flat.len()).step_by(PIECE_ELEMS) {
                     let part = &mut buffer[..PIECE_ELEMS.min(flat.len() - piece)];
                     init_flat(table, seed, flat.start + piece, part, threads)?;
-                    self.bounce_buffer.upload((dev, host), part, params.slice(start - local.start + piece, part.len()))?;
+                    let (first, rounding) = (start + piece, Rounding { key: 0, first: flat.start + piece });
+                    self.states.write((dev, host), &self.bounce_buffer, StatePart::PARAMS, first, part, rounding)?;
                 }
             }
         }

@@ -1,5 +1,4 @@
-//! Memory that depends on the plan and holds nothing between two steps: the model's flat weights (they are derived from the state),
-//! gradients, activations and slots. Another plan allocates it anew.
+//! Memory that depends on the plan and holds nothing between two steps: gradients, activations and slots. Another plan allocates it anew.
 
 use super::bounce_buffer::BounceBuffer;
 use super::weight_flow::{Source, WeightFlow};
@@ -33,7 +32,7 @@ pub(in crate::engine) struct StepScratch {
 }
 
 impl StepScratch {
-    /// Allocates the memory of `plan`. Returns it with the model that uses it, and the streamed weights, if there are any.
+    /// Allocates the memory of `plan`. Returns it with the model that uses it and `weights`, and the streamed weights, if there are any.
     ///
     /// # Errors
     /// `Resource` when memory is not available or cannot be locked; then nothing stays allocated.
@@ -41,11 +40,12 @@ impl StepScratch {
         plan: &Plan,
         shape: &ModelShape,
         slices: &Slices,
+        weights: DeviceSlice,
         (dev, host): Sides<'_, D>,
         bounce_buffer: &BounceBuffer,
     ) -> Result<(Self, Arc<Model>, Option<WeightFlow>)> {
         let mut lease = Lease::default();
-        match Self::fill(plan, shape, slices, (dev, host), bounce_buffer, &mut lease) {
+        match Self::fill(plan, shape, (slices, weights), (dev, host), bounce_buffer, &mut lease) {
             Ok((scratch, model, flow)) => Ok((Self { lease, ..scratch }, model, flow)),
             Err(error) => lease.give_back(dev, host).and(Err(error)),
         }
@@ -54,13 +54,12 @@ impl StepScratch {
     fn fill<D: Kernels>(
         plan: &Plan,
         shape: &ModelShape,
-        slices: &Slices,
+        (slices, weights): (&Slices, DeviceSlice),
         (dev, host): Sides<'_, D>,
         bounce_buffer: &BounceBuffer,
         lease: &mut Lease,
     ) -> Result<(Self, Arc<Model>, Option<WeightFlow>)> {
         let (table, flat) = (TensorTable::new(shape), plan.placement.layout.flat_elems());
-        let weights = lease.alloc_flat(dev, "weights", flat, plan.recipe.numerics.dtype, plan.placement.rings.weights)?;
         let grads = lease.alloc_flat(dev, "gradients", flat, plan.recipe.numerics.dtype, plan.placement.rings.grads)?;
         let mut activations = ActivationPlan::new(plan.micro_batch(shape))?.allocate(dev, host, lease)?;
         activations.sequence = plan.sequence_rank(slices.rank());

@@ -2,45 +2,27 @@
 //! device the last.
 
 use super::bounce_buffer::BounceBuffer;
+use super::device_state::DeviceState;
 use crate::bucket::layout::Tier;
 use crate::bucket::slices::Slices;
-use crate::device::{Device, DeviceSlice, Sides};
+use crate::device::{Cast, Device, DeviceSlice, Launch, Sides};
 use crate::engine::step_job::HostState;
 use crate::error::Result;
 use crate::host::pinned::HostMemory;
+use crate::optim::PIECE_ELEMS;
 use crate::optim::moments::Rounding;
-use crate::optim::state_array::{PerArray, StateArray, StateArrays, StatePart};
+use crate::optim::optimizer::Optimizer;
+use crate::optim::split::Masters;
+use crate::optim::state_array::{PerArray, StateArrays, StatePart};
 use std::ops::Range;
-
-/// State of a bucket that the device steps.
-#[derive(Clone, Debug)]
-pub(in crate::engine) struct DeviceState {
-    /// Local range of the state.
-    pub(in crate::engine) local: Range<usize>,
-    pub(in crate::engine) arrays: PerArray<DeviceSlice>,
-}
-
-impl DeviceState {
-    fn new<D: Device>(dev: &mut D, arrays: StateArrays, tier: Tier, local: Range<usize>) -> Result<Self> {
-        let alloc = |array: &StateArray| match tier {
-            Tier::Unified => dev.alloc_unified(&format!("paged {}", array.name), local.len(), array.dtype),
-            Tier::Host | Tier::Device => dev.alloc(&format!("resident {}", array.name), local.len(), array.dtype),
-        };
-        let arrays = PerArray::try_new(arrays, alloc)?;
-        Ok(Self { local, arrays })
-    }
-
-    /// The part within a local range, if any.
-    fn part(&self, local: &Range<usize>) -> Option<Self> {
-        let common = local.start.max(self.local.start)..local.end.min(self.local.end);
-        let part = |_, whole: DeviceSlice| whole.slice(common.start - self.local.start, common.len());
-        (!common.is_empty()).then(|| Self { arrays: self.arrays.map(part), local: common.clone() })
-    }
-}
 
 /// The state of all buckets.
 #[derive(Debug)]
 pub(in crate::engine) struct StateTiers {
+    optimizer: Optimizer,
+    /// Storage of the masters of buckets on the device.
+    masters: Masters,
+    /// The arrays of the host.
     arrays: StateArrays,
     /// Pieces of whole buckets in order, from the first bucket on. There are several after buckets were moved from the device.
     host: Vec<HostState>,
@@ -49,12 +31,16 @@ pub(in crate::engine) struct StateTiers {
 }
 
 impl StateTiers {
-    pub(in crate::engine) fn new<D: Device>(arrays: StateArrays, slices: &Slices, (dev, host): Sides<'_, D>) -> Result<Self> {
-        let (layout, on_host) = (slices.layout(), slices.elems_in(Tier::Host));
-        let state = |bucket| DeviceState::new(dev, arrays, layout.tier(bucket), slices.local(bucket));
+    pub(in crate::engine) fn new<D: Device>(
+        (optimizer, masters): (Optimizer, Masters),
+        slices: &Slices,
+        (dev, host): Sides<'_, D>,
+    ) -> Result<Self> {
+        let (layout, arrays, on_host) = (slices.layout(), optimizer.arrays(), slices.elems_in(Tier::Host));
+        let state = |bucket| DeviceState::new(dev, (optimizer, masters), layout.tier(bucket), slices.local(bucket));
         let device = (layout.offloaded()..layout.count()).map(state).collect::<Result<_>>()?;
         let host = if on_host.is_empty() { Vec::new() } else { vec![host_state(host, arrays, on_host, slices)?] };
-        Ok(Self { arrays, host, device })
+        Ok(Self { optimizer, masters, arrays, host, device })
     }
 
     /// Number of elements on the host.
@@ -107,7 +93,8 @@ impl StateTiers {
         }
         for state in self.device.iter().filter_map(|state| state.part(&local)) {
             let from = state.local.start - start;
-            bounce_buffer.fill((dev, host), state.arrays[part], |elems, to| store(from + elems.start, to))?;
+            let values = &source[from..][..state.local.len()];
+            state.write((dev, host), bounce_buffer, part, values, rounding.behind(from))?;
         }
         Ok(())
     }
@@ -130,9 +117,8 @@ impl StateTiers {
             })?;
         }
         for state in self.device.iter().filter_map(|state| state.part(&local)) {
-            let memory = state.arrays[part];
-            let out = &mut out[state.local.start - start..][..memory.elems()];
-            array.load(out, |bytes| bounce_buffer.download((dev, host), memory, bytes))?;
+            let out = &mut out[state.local.start - start..][..state.local.len()];
+            state.read((dev, host), bounce_buffer, part, out)?;
         }
         Ok(())
     }
@@ -155,13 +141,10 @@ impl StateTiers {
         let count = self.device.partition_point(|state| state.local.end <= coming.end);
         // A rank may own nothing of a short bucket.
         for state in self.device[..count].iter().filter(|state| !state.local.is_empty()) {
-            let targets = piece.part(&state.local).expect("a part of the incoming data").arrays;
-            for (source, target) in state.arrays.into_iter().zip(targets) {
-                bounce_buffer.to_host((dev, host), source, target)?;
-            }
+            self.copy_to_host(state, &piece, (dev, host), bounce_buffer)?;
         }
         self.host.push(piece);
-        self.device.drain(..count).flat_map(|state| state.arrays).try_for_each(|memory| dev.free(memory))
+        self.device.drain(..count).try_for_each(|state| state.free(dev))
     }
 
     /// Moves buckets from the host to the device if `slices` has them there. No job may be running.
@@ -179,21 +162,76 @@ impl StateTiers {
         let going = going.filter(|local| (kept..self.host_elems()).contains(&local.start));
         let mut sent = Vec::new();
         let taken = going.into_iter().try_for_each(|local| {
-            sent.push(DeviceState::new(dev, self.arrays, Tier::Device, local)?);
+            sent.push(DeviceState::new(dev, (self.optimizer, self.masters), Tier::Device, local)?);
             Ok(())
         });
-        let copied = taken.and_then(|()| {
-            let arrays = |state: &DeviceState| self.on_host(&state.local).arrays.into_iter().zip(state.arrays);
-            let mut copies = sent.iter().flat_map(arrays);
-            copies.try_for_each(|(source, target)| bounce_buffer.to_device((dev, host), source, target))
-        });
+        let copied = taken.and_then(|()| sent.iter().try_for_each(|state| self.copy_to_device(state, (dev, host), bounce_buffer)));
         if let Err(error) = copied {
-            sent.iter().flat_map(|state| state.arrays).try_for_each(|memory| dev.free(memory))?;
+            sent.iter().try_for_each(|state| state.free(dev))?;
             return Err(error);
         }
         self.device.splice(..0, sent);
         self.keep_on_host(kept, host);
         Ok(())
+    }
+
+    /// Copies `state` of a bucket on the device to its part of `target` on the host: as bytes, if both sides have one format.
+    fn copy_to_host<D: Device>(
+        &self,
+        state: &DeviceState,
+        target: &HostState,
+        (dev, host): Sides<'_, D>,
+        bounce_buffer: &BounceBuffer,
+    ) -> Result<()> {
+        if state.weights().is_none() {
+            let mut arrays = state.arrays.into_iter().zip(target.slice(&state.local).arrays);
+            return arrays.try_for_each(|(from, to)| bounce_buffer.to_host((dev, host), from, to));
+        }
+        for (local, part) in self.values_of(&state.local) {
+            let mut values = vec![0.0; local.len()];
+            self.read((dev, host), bounce_buffer, part, local.start, &mut values)?;
+            if host.is_backed() {
+                self.arrays[part].store(&values, exactly(&local), host.lend_mut(target.slice(&local).arrays[part]));
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies the host's state of a bucket to `state` on the device: as bytes, if both sides have one format.
+    fn copy_to_device<D: Device>(&self, state: &DeviceState, (dev, host): Sides<'_, D>, bounce_buffer: &BounceBuffer) -> Result<()> {
+        if state.weights().is_none() {
+            let mut arrays = self.on_host(&state.local).arrays.into_iter().zip(state.arrays);
+            return arrays.try_for_each(|(from, to)| bounce_buffer.to_device((dev, host), from, to));
+        }
+        for (local, part) in self.values_of(&state.local) {
+            let mut values = vec![0.0; local.len()];
+            if host.is_backed() {
+                self.read((dev, host), bounce_buffer, part, local.start, &mut values)?;
+            }
+            let target = state.part(&local).expect("a part of the bucket");
+            target.write((dev, host), bounce_buffer, part, &values, exactly(&local))?;
+        }
+        Ok(())
+    }
+
+    /// The values of a local range in pieces, each with its array. Masters come before the moments whose signs they use.
+    fn values_of(&self, local: &Range<usize>) -> impl Iterator<Item = (Range<usize>, StatePart)> + use<> {
+        let (end, arrays) = (local.end, self.arrays);
+        let pieces = local.clone().step_by(PIECE_ELEMS).map(move |start| start..end.min(start + PIECE_ELEMS));
+        pieces.flat_map(move |piece| arrays.parts().map(move |part| (piece.clone(), part)))
+    }
+
+    /// Moves the upper halves of split masters out of the model's weights: see [`DeviceState::keep_weights`].
+    pub(super) fn keep_weights<D: Launch<Cast>>(&mut self, dev: &mut D) -> Result<()> {
+        self.device.iter_mut().try_for_each(|state| state.keep_weights(dev))
+    }
+
+    /// Moves the upper halves of split masters to the model's weights; `place` is the location of a local range.
+    pub(super) fn place_weights<D: Launch<Cast>>(&mut self, dev: &mut D, place: impl Fn(&Range<usize>) -> DeviceSlice) -> Result<()> {
+        self.device.iter_mut().try_for_each(|state| {
+            let place = place(&state.local);
+            state.place_weights(dev, place)
+        })
     }
 
     /// Frees the host's state after its first `kept` elements.
@@ -207,6 +245,11 @@ impl StateTiers {
         }
         self.host.retain(|state| state.end() > state.first);
     }
+}
+
+/// The rounding of values that their format represents: it changes none of them.
+fn exactly(local: &Range<usize>) -> Rounding {
+    Rounding { key: 0, first: local.start }
 }
 
 /// Allocates host memory for the state of the local range `local`, which consists of whole buckets.

@@ -1,0 +1,238 @@
+//! The optimizer state of one bucket on the device. Split masters share the bucket's working weights, which lie among the model's weights.
+
+use super::bounce_buffer::BounceBuffer;
+use crate::bucket::layout::Tier;
+use crate::device::{Cast, Device, DeviceSlice, Launch, Sides, Stream};
+use crate::dtype::Dtype;
+use crate::error::Result;
+use crate::optim::moments::Rounding;
+use crate::optim::optimizer::Optimizer;
+use crate::optim::split::{self, Masters};
+use crate::optim::state_array::{PerArray, StateArray, StateArrays, StatePart};
+use crate::planner::budget::BOUNCE_ELEMS;
+use half::bf16;
+use std::ops::Range;
+
+/// State of a bucket that the device steps.
+#[derive(Clone, Debug)]
+pub(in crate::engine) struct DeviceState {
+    /// Local range of the state.
+    pub(in crate::engine) local: Range<usize>,
+    /// The arrays as a checkpoint stores them.
+    list: StateArrays,
+    pub(in crate::engine) arrays: PerArray<DeviceSlice>,
+    /// The working weights, if the masters are split.
+    upper: Option<UpperHalves>,
+}
+
+/// The working weights of split masters.
+#[derive(Clone, Copy, Debug)]
+enum UpperHalves {
+    /// In memory of the state: the model has no weights now.
+    Own(DeviceSlice),
+    /// Among the model's weights.
+    Model(DeviceSlice),
+}
+
+impl UpperHalves {
+    fn memory(self) -> DeviceSlice {
+        match self {
+            Self::Own(memory) | Self::Model(memory) => memory,
+        }
+    }
+}
+
+impl DeviceState {
+    /// Zeroed memory for the local range `local`. Split masters have own upper halves until [`DeviceState::place_weights`].
+    ///
+    /// # Errors
+    /// `Resource` when memory is not available.
+    pub(super) fn new<D: Device>(dev: &mut D, (optimizer, masters): (Optimizer, Masters), tier: Tier, local: Range<usize>) -> Result<Self> {
+        // Unified memory has float32 masters: only their states cross the link.
+        let (elems, masters) = (local.len(), if tier == Tier::Device { masters } else { Masters::Float32 });
+        let alloc = |array: &StateArray| match tier {
+            Tier::Unified => dev.alloc_unified(&format!("paged {}", array.name), elems, array.dtype),
+            Tier::Host | Tier::Device => dev.alloc(&format!("resident {}", array.name), elems, array.dtype),
+        };
+        let arrays = PerArray::try_new(optimizer.device_arrays(masters), alloc)?;
+        let state = Self { local, list: optimizer.arrays(), arrays, upper: None };
+        if masters == Masters::Float32 {
+            return Ok(state);
+        }
+        match dev.alloc("resident weights", elems, Dtype::Bfloat16) {
+            Ok(weights) => Ok(Self { upper: Some(UpperHalves::Own(weights)), ..state }),
+            Err(error) => state.free(dev).and(Err(error)),
+        }
+    }
+
+    /// The working weights, if the masters are split.
+    pub(in crate::engine) fn weights(&self) -> Option<DeviceSlice> {
+        self.upper.map(UpperHalves::memory)
+    }
+
+    /// The part within a local range, if any.
+    pub(super) fn part(&self, local: &Range<usize>) -> Option<Self> {
+        let common = local.start.max(self.local.start)..local.end.min(self.local.end);
+        (!common.is_empty()).then(|| self.slice(common))
+    }
+
+    fn slice(&self, local: Range<usize>) -> Self {
+        let part = |whole: DeviceSlice| whole.slice(local.start - self.local.start, local.len());
+        let upper = self.upper.map(|upper| match upper {
+            UpperHalves::Own(memory) => UpperHalves::Own(part(memory)),
+            UpperHalves::Model(memory) => UpperHalves::Model(part(memory)),
+        });
+        Self { arrays: self.arrays.map(|_, whole| part(whole)), list: self.list, upper, local }
+    }
+
+    /// This state in parts of at most a bounce buffer.
+    fn pieces(&self) -> impl Iterator<Item = Self> {
+        let starts = self.local.clone().step_by(BOUNCE_ELEMS);
+        starts.map(|start| self.slice(start..self.local.end.min(start + BOUNCE_ELEMS)))
+    }
+
+    /// Frees the memory.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn free<D: Device>(&self, dev: &mut D) -> Result<()> {
+        if let Some(UpperHalves::Own(memory)) = self.upper {
+            dev.free(memory)?;
+        }
+        self.arrays.into_iter().try_for_each(|memory| dev.free(memory))
+    }
+
+    /// Moves the upper halves of split masters out of the model's weights, which may be freed afterwards.
+    ///
+    /// # Errors
+    /// `Resource` when memory is not available.
+    pub(super) fn keep_weights<D: Launch<Cast>>(&mut self, dev: &mut D) -> Result<()> {
+        if let Some(UpperHalves::Model(src)) = self.upper {
+            let dst = dev.alloc("resident weights", src.elems(), src.dtype())?;
+            dev.launch(Cast { stream: Stream::Compute, src, dst })?;
+            self.upper = Some(UpperHalves::Own(dst));
+        }
+        Ok(())
+    }
+
+    /// Moves the upper halves of split masters to `dst` among the model's weights.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn place_weights<D: Launch<Cast>>(&mut self, dev: &mut D, dst: DeviceSlice) -> Result<()> {
+        if let Some(UpperHalves::Own(src)) = self.upper {
+            dev.launch(Cast { stream: Stream::Compute, src, dst })?;
+            self.upper = Some(UpperHalves::Model(dst));
+            dev.free(src)?;
+        }
+        Ok(())
+    }
+
+    /// Writes `source`, one value for each element, rounded by `rounding`.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn write<D: Device>(
+        &self,
+        (dev, host): Sides<'_, D>,
+        bounce_buffer: &BounceBuffer,
+        part: StatePart,
+        source: &[f32],
+        rounding: Rounding,
+    ) -> Result<()> {
+        let array = &self.list[part];
+        for piece in self.pieces() {
+            let from = piece.local.start - self.local.start;
+            let values = &source[from..][..piece.local.len()];
+            let store = |to: &mut [u8]| array.store(values, rounding.behind(from), to);
+            match piece.weights() {
+                Some(weights) if part == StatePart::PARAMS => piece.write_masters((dev, host), bounce_buffer, weights, values)?,
+                Some(_) if part == StatePart::V => piece.write_magnitudes((dev, host), bounce_buffer, store)?,
+                _ => bounce_buffer.fill((dev, host), piece.arrays[part], |_, to| store(to))?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads one value for each element into `out`.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn read<D: Device>(
+        &self,
+        (dev, host): Sides<'_, D>,
+        bounce_buffer: &BounceBuffer,
+        part: StatePart,
+        out: &mut [f32],
+    ) -> Result<()> {
+        let array = &self.list[part];
+        for piece in self.pieces() {
+            let out = &mut out[piece.local.start - self.local.start..][..piece.local.len()];
+            match piece.weights() {
+                Some(weights) if part == StatePart::PARAMS => piece.read_masters((dev, host), bounce_buffer, weights, out)?,
+                Some(_) if part == StatePart::V => array.load(out, |bytes| {
+                    bounce_buffer.download((dev, host), piece.arrays[part], bytes)?;
+                    split::clear_signs(bytes, piece.local.len());
+                    Ok(())
+                })?,
+                _ => array.load(out, |bytes| bounce_buffer.download((dev, host), piece.arrays[part], bytes))?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes all three places of the split `masters`: working weights, lower halves, and signs of second moments.
+    fn write_masters<D: Device>(
+        &self,
+        (dev, host): Sides<'_, D>,
+        bounce_buffer: &BounceBuffer,
+        weights: DeviceSlice,
+        masters: &[f32],
+    ) -> Result<()> {
+        let mut v = self.stored((dev, host), bounce_buffer, StatePart::V)?;
+        let (mut upper, mut lower) = (vec![bf16::ZERO; masters.len()], vec![0u16; masters.len()]);
+        split::split(masters, &mut upper, &mut lower, &mut v);
+        let places: [(_, &[u8]); 3] = [
+            (weights, bytemuck::cast_slice(&upper)),
+            (self.arrays[StatePart::PARAMS], bytemuck::cast_slice(&lower)),
+            (self.arrays[StatePart::V], &v),
+        ];
+        places.into_iter().try_for_each(|(memory, bytes)| bounce_buffer.fill((dev, host), memory, |_, to| to.copy_from_slice(bytes)))
+    }
+
+    fn read_masters<D: Device>(
+        &self,
+        (dev, host): Sides<'_, D>,
+        bounce_buffer: &BounceBuffer,
+        weights: DeviceSlice,
+        masters: &mut [f32],
+    ) -> Result<()> {
+        let v = self.stored((dev, host), bounce_buffer, StatePart::V)?;
+        let (mut upper, mut lower) = (vec![bf16::ZERO; masters.len()], vec![0u16; masters.len()]);
+        bounce_buffer.download((dev, host), weights, bytemuck::cast_slice_mut(&mut upper))?;
+        bounce_buffer.download((dev, host), self.arrays[StatePart::PARAMS], bytemuck::cast_slice_mut(&mut lower))?;
+        split::join(&upper, &lower, &v, masters);
+        Ok(())
+    }
+
+    /// Writes second moments, which `store` makes in their stored form, and leaves their signs as they are.
+    fn write_magnitudes<D: Device>(
+        &self,
+        (dev, host): Sides<'_, D>,
+        bounce_buffer: &BounceBuffer,
+        store: impl Fn(&mut [u8]),
+    ) -> Result<()> {
+        let ties = self.stored((dev, host), bounce_buffer, StatePart::V)?;
+        bounce_buffer.fill((dev, host), self.arrays[StatePart::V], |_, to| {
+            store(to);
+            split::copy_signs(&ties, to, self.local.len());
+        })
+    }
+
+    /// The bytes of `part` in device memory.
+    fn stored<D: Device>(&self, sides: Sides<'_, D>, bounce_buffer: &BounceBuffer, part: StatePart) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; self.arrays[part].bytes()];
+        bounce_buffer.download(sides, self.arrays[part], &mut bytes)?;
+        Ok(bytes)
+    }
+}
