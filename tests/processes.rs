@@ -152,7 +152,10 @@ fn two_three_and_four_processes_train_to_the_bits_of_one() {
 #[test]
 fn formats_faults_and_places_do_not_change_that() {
     let workspace = Workspace::new();
-    let resident = if cfg!(feature = "repartition") { "--resident-buckets=1" } else { "--resident-buckets=0" };
+    let (resident, split) = match cfg!(feature = "repartition") {
+        true => ("--resident-buckets=1", &["--resident-buckets=2", "--masters=split", "--moments=bfloat16"]),
+        false => ("--resident-buckets=0", &["--strategy=no-offload", "--masters=split", "--moments=bfloat16"]),
+    };
     for (nth, (file, flags)) in [
         (
             "inject = [{step = 3, element = 5000, share = 7, value = 'nan'}, {step = 5, element = 9, share = 2, value = 1e3}]",
@@ -160,6 +163,7 @@ fn formats_faults_and_places_do_not_change_that() {
         ),
         ("", &["--dtype=float32", resident]),
         ("", &["--strategy=zero-offload", "--moments=bfloat16"]),
+        ("", split),
     ]
     .into_iter()
     .enumerate()

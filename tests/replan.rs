@@ -99,7 +99,7 @@ impl Case {
     fn masters(&self, seed: u64, strategy: &str) -> &'static str {
         let is_stepped_there = strategy == "no-offload" || cfg!(feature = "repartition") && strategy == "superoffload";
         let may_split = is_stepped_there && self.lines.starts_with("dtype = \"bfloat16\"");
-        if may_split && seed % 4 > 0 { "masters = \"split\"" } else { "" }
+        if may_split && !seed.is_multiple_of(4) { "masters = \"split\"" } else { "" }
     }
 
     fn plan(&self, lines: &str) -> Result<Plan> {

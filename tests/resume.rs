@@ -217,7 +217,8 @@ fn packed_moments_are_resumed() {
 fn runs_with_split_masters_write_the_bytes_of_float32_masters_and_resume_from_them() {
     for moments in ["float32", "bfloat16"] {
         let workspace = Workspace::new();
-        let flags = |masters: &'static str| ["--strategy", "no-offload", "--moments", moments, "--masters", masters];
+        let common = ["--strategy", "no-offload", "--moments", moments, "--gradient-shares", "2", "--bucket-mib", "0.0703125"];
+        let flags = |masters: &'static str| [&common[..], &["--masters", masters]].concat();
         let digest = reference(&workspace, &flags("float32"));
         assert_eq!(run(&mut workspace.train("split", &flags("split"))).digest(), digest);
         let state = |out: &str| fs::read(workspace.path(&format!("{out}/checkpoint-12/state.bin"))).unwrap();
@@ -228,6 +229,9 @@ fn runs_with_split_masters_write_the_bytes_of_float32_masters_and_resume_from_th
             assert_eq!(run(&mut workspace.resume(&out, &flags(masters))).digest(), digest, "{out}");
             assert_whole(&workspace, &out);
         }
+        workspace.copy_checkpoints("whole", "ranks", &[6]);
+        let on_two = [&flags("split")[..], &["--gpus", "2"]].concat();
+        assert_eq!(run(&mut workspace.resume("ranks", &on_two)).digest(), digest);
     }
 }
 

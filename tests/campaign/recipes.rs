@@ -137,7 +137,7 @@ const DEVICES: [Devices; 11] = [
 ];
 
 /// Alternative settings of a placement; the empty one is the default.
-const PLACEMENT: [&[&str]; 10] = [
+const PLACEMENT: [&[&str]; 11] = [
     &[
         "",
         "--resident-buckets=0",
@@ -148,6 +148,7 @@ const PLACEMENT: [&[&str]; 10] = [
         "--strategy=no-offload",
         "--without=repartition,mpam",
     ],
+    &["", "", "--masters=split"],
     &["", "--threads=1"],
     &["", "--slots=1", "--slots=2", "--slots=5"],
     &[

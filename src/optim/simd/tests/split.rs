@@ -41,8 +41,8 @@ fn check<M: Moment, G: Element>(case: &Case<M, G, bf16>, stores: Stores, offset:
         lower.take_back(&mut lower_halves);
         m.take_back(&mut got.m);
         v.take_back(&mut got.v);
-        for i in 0..got.params.len() {
-            got.params[i] = decoded(got.out[i], lower_halves[i].to_bits(), got.v[i]);
+        for (i, lower) in lower_halves.iter().enumerate() {
+            got.params[i] = decoded(got.out[i], lower.to_bits(), got.v[i]);
             got.v[i] = got.v[i].with_sign(false);
         }
         let label = |field| format!("{kernels} of {}, moments {}, {} elements at {offset}: {field}", G::DTYPE, M::DTYPE, got.m.len());
