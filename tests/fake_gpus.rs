@@ -295,7 +295,8 @@ fn a_gpu_uses_no_returned_memory_after_a_plan_changes() {
         return;
     }
     for seed in 1..4 {
-        let flags = ["--replan=random", &format!("--seed={seed}")];
+        let masters = if cfg!(feature = "repartition") && seed > 1 { "--masters=split" } else { "--masters=float32" };
+        let flags = ["--replan=random", &format!("--seed={seed}"), masters];
         let outcome = train(&[], &flags);
         assert_eq!(counted(&outcome), [0, 0, 0]);
         assert!(outcome.stdout.contains(": another plan in "), "{outcome:?}");
@@ -337,7 +338,16 @@ fn a_gpu_without_memory_before_the_first_step_is_refused_and_leaves_nothing() {
 #[test]
 fn a_gpu_that_gets_no_memory_for_another_plan_goes_on_with_the_old_one() {
     if !is_emulated() {
-        keeps_the_old_plan_without_memory("--gpus=1");
+        keeps_the_old_plan_without_memory(&["--gpus=1"]);
+    }
+}
+
+/// Working weights of split masters leave the model's weights before a change of plan and return after it. None is lost where either fails.
+#[cfg(feature = "repartition")]
+#[test]
+fn a_gpu_that_gets_no_memory_for_another_plan_keeps_split_masters() {
+    if !is_emulated() {
+        keeps_the_old_plan_without_memory(&["--gpus=1", "--masters=split"]);
     }
 }
 
@@ -345,13 +355,13 @@ fn a_gpu_that_gets_no_memory_for_another_plan_goes_on_with_the_old_one() {
 #[test]
 fn gpus_of_which_one_gets_no_memory_for_another_plan_go_on_with_the_old_one() {
     if !is_emulated() {
-        keeps_the_old_plan_without_memory("--gpus=2");
+        keeps_the_old_plan_without_memory(&["--gpus=2"]);
     }
 }
 
 /// Each allocation and page lock of the first other plan fails once. The old plan stays, with the same bits.
-fn keeps_the_old_plan_without_memory(gpus: &str) {
-    let flags = |replan| ["--seed=1", replan, gpus];
+fn keeps_the_old_plan_without_memory(more: &[&str]) {
+    let flags = |replan| [&["--seed=1", replan], more].concat();
     let kept = train(&[], &flags("--replan=off"));
     let at_start = taken(&kept);
     for (which, variable) in ["FAKE_NO_MEMORY", "FAKE_NO_PINS"].into_iter().enumerate() {
