@@ -266,7 +266,7 @@ fn a_run_whose_plan_changes_ends_with_the_same_bits_also_after_kill_9() {
     let (mut all, mut resumed) = (0, 0);
     for (name, flags) in [
         ("plain", &["--bucket-mib", "0.002"][..]),
-        ("split", &["--bucket-mib", "0.002", "--masters", "split"]),
+        ("split", &["--bucket-mib", "0.002", "--masters", if cfg!(feature = "repartition") { "split" } else { "float32" }]),
         ("adversary", &["--adversary", "3", "--device", "cpu"]),
         ("clipped", &["--max-grad-norm", "0.001", "--gradient-accumulation-steps", "2"]),
         ("zero", &["--strategy", "zero-offload", "--dtype", "float16"]),
