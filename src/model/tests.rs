@@ -348,7 +348,7 @@ fn feed_few_targets(harness: &mut Harness, first: usize) -> Option<usize> {
     let mut memory: Vec<i32> = harness.download(inputs);
     let (batch, lists) = memory.split_at_mut(batch::arrays(false) * tokens);
     let (rows, kept) = lists.split_at_mut(lists.len() / 2);
-    batch[tokens..2 * tokens].iter_mut().enumerate().filter(|(at, _)| (at + first) % 3 != 0).for_each(|(_, target)| *target = -1);
+    batch[tokens..2 * tokens].iter_mut().enumerate().filter(|(at, _)| !(at + first).is_multiple_of(3)).for_each(|(_, target)| *target = -1);
     let selected = if rows.is_empty() { None } else { head_rows::select(batch::targets(batch, tokens), rows, kept, tokens) };
     harness.upload(&memory, inputs);
     selected
