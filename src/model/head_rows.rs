@@ -1,8 +1,8 @@
 //! The rows of a micro-batch that the head computes: all, or those with a trained target and a few more.
 //!
-//! A row without a target that counts has no loss, and its gradient is zero. Data with masked prompts has many such rows. The head can leave
-//! them out, because rows meet only in the sums over rows. The sums then have other terms that are zero, or none, in other places, so that
-//! the choice decides bits.
+//! A row without a target that counts has no loss, and its gradient is zero. Data with masked prompts has many such rows, and the head can
+//! leave them out. The loss and the gradient of the output matrix are sums over rows. Without the zeros of the rows that are left out, these
+//! sums are cut into other blocks and rounded elsewhere, so the choice decides bits.
 
 use serde::{Deserialize, Serialize};
 

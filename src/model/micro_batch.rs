@@ -33,7 +33,8 @@ impl Model {
         self.prepare_head_rows(dev, done)
     }
 
-    /// Runs the head for every number of rows in which it computes a list of selected rows.
+    /// Runs the head for every number of rows in which it computes a list of selected rows. The list is zeros: every copy of row 0 has the
+    /// same gradient, so the order in which copies are scattered does not matter.
     fn prepare_head_rows<D: Kernels>(&self, dev: &mut D, done: EventId) -> Result<()> {
         if self.activations.head_rows.is_none() {
             return Ok(());

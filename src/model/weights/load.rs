@@ -21,9 +21,10 @@ use std::path::{Path, PathBuf};
 /// second copy.
 const BLOCK_ELEMS: usize = if cfg!(test) { 96 } else { 1 << 20 };
 const _: () = assert!(BLOCK_ELEMS.is_multiple_of(mxfp4::BLOCK_ELEMS));
+/// Two blocks take at most the memory that the plan counts for a piece of state.
+const _: () = assert!(2 * BLOCK_ELEMS <= PIECE_ELEMS);
 /// Elements of a strip of a transposed matrix. A block and a strip take the memory that the plan counts for a piece of state.
 const STRIP_ELEMS: usize = if cfg!(test) { 300 } else { PIECE_ELEMS - BLOCK_ELEMS };
-const _: () = assert!(2 * BLOCK_ELEMS <= PIECE_ELEMS);
 /// Bytes read at once, a multiple of every element size, so that data are widened while they are in the cache.
 const READ_BYTES: usize = if cfg!(test) { 64 } else { 256 << 10 };
 /// Suffixes of the two tensors that hold a tensor in MXFP4: blocks and scales.
