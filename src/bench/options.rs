@@ -8,7 +8,7 @@ use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::request::check::require;
 use crate::simulate::clip::Clip;
-use crate::simulate::random_tokens::{LengthRange, TokenSkew};
+use crate::simulate::random_tokens::RandomData;
 use clap::Arg;
 use std::path::PathBuf;
 
@@ -28,14 +28,9 @@ pub struct StepOptions {
     #[arg(long, value_name = "never|always|every-N", default_value = "never")]
     pub clip: Clip,
 
-    /// With --packing bfd: range of document lengths in tokens, drawn uniformly.
-    #[arg(long, value_name = "LEAST-MOST")]
-    pub documents: Option<LengthRange>,
-
-    /// Exponent of a Zipf distribution of the random tokens; 0 is uniform. Frequent tokens choose the same experts, so the load of experts
-    /// becomes uneven.
-    #[arg(long, value_name = "EXPONENT", default_value = "0")]
-    pub token_skew: TokenSkew,
+    /// The tokens of the steps.
+    #[command(flatten)]
+    pub data: RandomData,
 
     /// Append the JSON line to this file instead of printing it.
     #[arg(long, value_name = "FILE")]
@@ -67,7 +62,7 @@ impl StepOptions {
         for (flag, steps, least) in [("warmup", self.warmup, 0), ("steps", self.steps, 1)] {
             require((least..=STEPS_MAX).contains(&steps), flag, steps, format!("must be from {least} to {STEPS_MAX}"))?;
         }
-        if self.documents.is_some() && self.train.packing != Some(Packing::Bfd) {
+        if self.data.documents.is_some() && self.train.packing != Some(Packing::Bfd) {
             return Err(Error::usage("--documents: needs --packing bfd, the only packing that separates the documents of a row"));
         }
         match self.train.explicit_flags().into_iter().find(|given| MEANINGLESS.contains(given)) {

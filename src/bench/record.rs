@@ -12,7 +12,7 @@ use crate::host::perf::WorkerCounts;
 use crate::metrics::MemoryUse;
 use crate::simulate::clip::Clip;
 use crate::simulate::outcome::Outcome;
-use crate::simulate::random_tokens::{LengthRange, TokenSkew};
+use crate::simulate::random_tokens::RandomData;
 use crate::units::{Bytes, Count};
 use serde::Serialize;
 use std::fmt;
@@ -36,12 +36,9 @@ pub(crate) struct StepRecord {
     pub model: ModelFacts,
     /// The steps that were to be clipped; overrides `settings.max_grad_norm`.
     pub clip: Clip,
-    /// Least and most tokens of a document, if rows hold several documents.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub documents: Option<LengthRange>,
-    /// Exponent of the Zipf distribution of tokens, if they are not uniform.
-    #[serde(skip_serializing_if = "TokenSkew::is_uniform")]
-    pub(crate) token_skew: TokenSkew,
+    /// The tokens of the steps, where they are not uniform, not in rows of a single document, or not all trained.
+    #[serde(flatten)]
+    pub data: RandomData,
     /// Warm-up steps, which are not timed.
     pub(crate) warmup: u64,
     pub steps: u64,

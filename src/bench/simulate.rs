@@ -76,12 +76,15 @@ impl Simulation {
     pub(crate) fn new(mut options: StepOptions, profile: Profile) -> Result<Self> {
         options.check()?;
         let (model, shape) = options.take_model()?;
-        let StepOptions { warmup, steps, clip, documents, token_skew, train, .. } = options;
-        if documents.is_some() {
+        let StepOptions { warmup, steps, clip, data, train, .. } = options;
+        if data.documents.is_some() {
             return Err(Error::usage("--documents: not available in simulate, which times rows of a single document; use bench step"));
         }
-        if !token_skew.is_uniform() {
+        if !data.token_skew.is_uniform() {
             return Err(Error::usage("--token-skew: not available in simulate, which routes no tokens; use bench step"));
+        }
+        if !data.trained_share.is_all() {
+            return Err(Error::usage("--trained-share: not available in simulate, which trains every token; use bench step"));
         }
         if train.digest == Some(true) {
             return Err(Error::usage("--digest: not available in simulate, which computes no state; use bench step"));

@@ -23,7 +23,7 @@ use crate::planner::plan::Plan;
 use crate::progress_event::ProgressEvent;
 use crate::ranks::links::{EndOfRun, LastResort};
 use crate::signals::StopFlag;
-use crate::simulate::random_tokens::{LengthRange, RandomTokens, TokenSkew};
+use crate::simulate::random_tokens::{RandomData, RandomTokens};
 use crate::simulate::timed::Steps;
 use crate::trace::file::TraceFile;
 use crate::units::counted;
@@ -41,8 +41,7 @@ pub(crate) struct StepBench {
     config: String,
     shape: ModelShape,
     steps: Steps,
-    documents: Option<LengthRange>,
-    token_skew: TokenSkew,
+    data: RandomData,
 }
 
 struct Measurement<'a> {
@@ -65,11 +64,11 @@ impl StepBench {
     pub(crate) fn new(mut options: StepOptions) -> Result<Self> {
         options.check()?;
         let (model, shape) = options.take_model()?;
-        let StepOptions { warmup, steps, clip, documents, token_skew, train, .. } = options;
+        let StepOptions { warmup, steps, clip, data, train, .. } = options;
         let settings = Settings::resolve_over(Settings::default(), train)?;
         check_context(&settings, &shape, &model)?;
         let steps = Steps { warmup, timed: steps, clip };
-        Ok(Self { settings, config: model.display().to_string(), shape, steps, documents, token_skew })
+        Ok(Self { settings, config: model.display().to_string(), shape, steps, data })
     }
 
     /// Runs the benchmark; `log` receives progress lines. With several processes, only process 0 returns the record. `last_resort` ends a
@@ -162,7 +161,7 @@ impl UseEngine for Measurement<'_> {
         engine.product_notes().iter().for_each(|line| log(line));
         let Steps { warmup, timed: steps, clip } = bench.steps;
         log(&format_args!("random weights in {init_seconds:.1} s; {} of warm-up, then {steps}, clipping {clip}", counted(warmup, "step")));
-        let mut tokens = RandomTokens::new(settings.seed, bench.shape.vocab).skewed(bench.token_skew).in_documents(bench.documents.clone());
+        let mut tokens = RandomTokens::new(settings.seed, bench.shape.vocab).drawn_as(&bench.data);
         let start = Instant::now();
         bench.steps.warm_up(&mut engine, &mut tokens)?;
         log(&format_args!("warm-up in {:.1} s", start.elapsed().as_secs_f64()));
@@ -188,8 +187,7 @@ impl UseEngine for Measurement<'_> {
             gpus: launch.chosen.gpus.clone(),
             model: ModelFacts::new(bench.config.clone(), &bench.shape),
             clip: bench.steps.clip,
-            documents: bench.documents.clone(),
-            token_skew: bench.token_skew,
+            data: bench.data.clone(),
             warmup: bench.steps.warmup,
             steps: bench.steps.timed,
             settings: settings.clone(),
@@ -259,17 +257,17 @@ mod tests {
     fn line(clip: &str, train: TrainOptions) -> serde_json::Value {
         let small = [("num_hidden_layers\": 6", "num_hidden_layers\": 2"), ("size\": 256", "size\": 128"), ("heads\": 8", "heads\": 4")];
         let config = small.iter().fold(DEMO_CONFIG.to_string(), |config, (from, to)| config.replace(from, to));
-        line_of(&config, clip, TokenSkew::default(), train)
+        line_of(&config, clip, RandomData::default(), train)
     }
 
-    fn line_of(config: &str, clip: &str, token_skew: TokenSkew, train: TrainOptions) -> serde_json::Value {
+    fn line_of(config: &str, clip: &str, data: RandomData, train: TrainOptions) -> serde_json::Value {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("config.json");
         std::fs::write(&path, config).unwrap();
         let (device, threads) = (Some(DeviceChoice::Cpu), Some(2));
         let train =
             TrainOptions { model: Some(path), device, threads, seq_length: Some(16), per_device_train_batch_size: Some(2), ..train };
-        let options = StepOptions { warmup: 1, steps: 5, clip: clip.parse().unwrap(), documents: None, token_skew, out: None, train };
+        let options = StepOptions { warmup: 1, steps: 5, clip: clip.parse().unwrap(), data, out: None, train };
         let mut printed = Vec::new();
         let record = StepBench::new(options).unwrap().run(None, &mut |line| printed.push(line.to_string())).unwrap().unwrap();
         assert_eq!(printed.len(), 3, "the plan, the beginning and the warm-up, no surprise: {printed:?}");
@@ -357,7 +355,12 @@ mod tests {
         let config =
             small.iter().fold(include_str!("../model/presets/olmoe-1b-7b.json").to_string(), |text, (from, to)| text.replace(from, to));
         let load = |skew: &str| {
-            let line = line_of(&config, "never", skew.parse().unwrap(), TrainOptions::default());
+            let line = line_of(
+                &config,
+                "never",
+                RandomData { token_skew: skew.parse().unwrap(), ..RandomData::default() },
+                TrainOptions::default(),
+            );
             (line["expert_largest_over_mean"].as_f64().unwrap(), line.get("token_skew").and_then(serde_json::Value::as_f64))
         };
         let ((even, no_skew), (uneven, skew)) = (load("0"), load("3"));

@@ -25,6 +25,11 @@ impl StepFlops {
         Self { model, hardware: model + forward * of(LayerPolicy::recomputes_block) - attention * of(LayerPolicy::sends_attention) }
     }
 
+    /// Without `flops` FLOPs that neither the model needs nor the device executes.
+    pub(crate) fn less(self, flops: f64) -> Self {
+        Self { model: self.model - flops, hardware: self.hardware - flops }
+    }
+
     /// One of `gpus` equal shares.
     pub(crate) fn shared(self, gpus: usize) -> Self {
         Self { model: self.model / gpus as f64, hardware: self.hardware / gpus as f64 }

@@ -85,12 +85,12 @@ pub(crate) struct Speed {
 }
 
 impl Speed {
-    /// Speed of a step of `flops` in `seconds`, on a device with `matmul_flops` FLOP/s in a large matrix product.
-    pub(crate) fn new(flops: StepFlops, seconds: f64, matmul_flops: Option<f64>) -> Self {
+    /// Speed of a step of `flops`, which the formula counts, in `seconds`, on a device with `matmul_flops` FLOP/s in a large matrix product.
+    pub(crate) fn new((flops, formula): (StepFlops, &'static str), seconds: f64, matmul_flops: Option<f64>) -> Self {
         let (model, hardware) = (flops.model / seconds, flops.hardware / seconds);
         Self {
             model_flops: flops.model,
-            model_flops_formula: crate::model::flops::FLOPS_FORMULA,
+            model_flops_formula: formula,
             hardware_flops: flops.hardware,
             model_tflops: model / 1e12,
             hardware_tflops: hardware / 1e12,
@@ -220,7 +220,7 @@ mod tests {
     #[test]
     fn shares_are_of_the_measured_product() {
         let flops = StepFlops { model: 3e12, hardware: 4e12 };
-        let speed = Speed::new(flops, 0.5, Some(16e12));
+        let speed = Speed::new((flops, ""), 0.5, Some(16e12));
         assert_eq!((speed.model_tflops, speed.model_share, speed.hardware_share), (6.0, Some(0.375), Some(0.5)));
     }
 }

@@ -5,6 +5,7 @@ use crate::error::Result;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
@@ -64,6 +65,63 @@ impl FromStr for TokenSkew {
     }
 }
 
+/// Fraction of a row's tokens that are trained: the last ones, as in a prompt with its answer. Above 0, at most 1.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+#[serde(transparent)]
+pub struct TrainedShare(f64);
+
+impl TrainedShare {
+    pub(crate) fn is_all(&self) -> bool {
+        self.0 == 1.0
+    }
+
+    /// How many targets at the begin of a row of `length` tokens are not trained.
+    fn masked(self, length: usize) -> usize {
+        length - ((length as f64 * self.0).ceil() as usize).clamp(1, length)
+    }
+}
+
+impl Default for TrainedShare {
+    fn default() -> Self {
+        Self(1.0)
+    }
+}
+
+impl FromStr for TrainedShare {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let share = text.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
+        share.map(Self).ok_or_else(|| "expected a fraction above 0 and at most 1, as 0.25".into())
+    }
+}
+
+impl fmt::Display for TrainedShare {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// The random tokens that a benchmark trains on.
+#[derive(clap::Args, Clone, Debug, Default, serde::Serialize)]
+pub struct RandomData {
+    /// With --packing bfd: range of document lengths in tokens, drawn uniformly.
+    #[arg(long, value_name = "LEAST-MOST")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub documents: Option<LengthRange>,
+
+    /// Exponent of a Zipf distribution of the random tokens; 0 is uniform. Frequent tokens choose the same experts, so the load of experts
+    /// becomes uneven.
+    #[arg(long, value_name = "EXPONENT", default_value = "0")]
+    #[serde(skip_serializing_if = "TokenSkew::is_uniform")]
+    pub token_skew: TokenSkew,
+
+    /// Fraction of each row's tokens that are trained: the last ones, as in a prompt with its answer.
+    #[arg(long, value_name = "SHARE", default_value_t)]
+    #[serde(skip_serializing_if = "TrainedShare::is_all")]
+    pub trained_share: TrainedShare,
+}
+
 /// An endless text of random tokens.
 pub(crate) struct RandomTokens {
     rng: ChaCha8Rng,
@@ -73,6 +131,9 @@ pub(crate) struct RandomTokens {
     next: i32,
     /// Document lengths for rows of separate documents; without them, a row is one document.
     lengths: Option<LengthRange>,
+    trained: TrainedShare,
+    /// Number of tokens without a trained target.
+    untrained: usize,
     /// Number of documents by length.
     documents: BTreeMap<usize, usize>,
 }
@@ -86,21 +147,19 @@ impl RandomTokens {
             cumulative: Vec::new(),
             next: 0,
             lengths: None,
+            trained: TrainedShare::default(),
+            untrained: 0,
             documents: BTreeMap::new(),
         };
         tokens.advance();
         tokens
     }
 
-    /// Draws all tokens after the next one with the frequencies of `skew`.
-    pub(crate) fn skewed(self, skew: TokenSkew) -> Self {
+    /// Draws all tokens after the next one as `data` asks. The last document of a row is cut at the end of the row.
+    pub(crate) fn drawn_as(self, data: &RandomData) -> Self {
+        let skew = data.token_skew;
         let cumulative = if skew.is_uniform() { Vec::new() } else { skew.cumulative(self.vocab) };
-        Self { cumulative, ..self }
-    }
-
-    /// Divides the text into documents of these lengths. The last document of a row is cut at the end of the row.
-    pub(crate) fn in_documents(self, lengths: Option<LengthRange>) -> Self {
-        Self { lengths, ..self }
+        Self { cumulative, lengths: data.documents.clone(), trained: data.trained_share, ..self }
     }
 
     /// Number of documents by length since the last [`RandomTokens::forget`].
@@ -108,8 +167,14 @@ impl RandomTokens {
         &self.documents
     }
 
+    /// Number of tokens without a trained target since the last [`RandomTokens::forget`].
+    pub(crate) fn untrained(&self) -> usize {
+        self.untrained
+    }
+
     pub(crate) fn forget(&mut self) {
         self.documents.clear();
+        self.untrained = 0;
     }
 
     /// A random number below `end`, which must fit into 32 bits: a 32-bit product replaces the division.
@@ -162,7 +227,11 @@ impl Batches for RandomTokens {
             *target = self.next;
         }
         let length = batch.seq_length;
+        let masked = self.trained.masked(length);
         for row in batch.rows() {
+            // A negative target has no loss.
+            row.targets[..masked].fill(-1);
+            self.untrained += masked;
             match row.documents {
                 Some(starts) => self.separate(starts, row.positions),
                 None => *self.documents.entry(length).or_default() += 1,
@@ -179,7 +248,8 @@ mod tests {
     #[test]
     fn documents_fill_rows_with_the_requested_lengths() {
         let mut memory = vec![0; 4 * 300];
-        let mut tokens = RandomTokens::new(3, 50).in_documents(Some("10-20".parse().unwrap()));
+        let mut tokens =
+            RandomTokens::new(3, 50).drawn_as(&RandomData { documents: Some("10-20".parse().unwrap()), ..RandomData::default() });
         let mut batch = Batch::new(&mut memory, 100, true);
         tokens.fill(&mut batch).unwrap();
         assert_eq!(batch.count_targets(50), Ok(300));
@@ -198,7 +268,7 @@ mod tests {
     #[test]
     fn tokens_have_the_frequencies_of_their_skew() {
         let count = |skew: &str| {
-            let mut tokens = RandomTokens::new(3, 4).skewed(skew.parse().unwrap());
+            let mut tokens = RandomTokens::new(3, 4).drawn_as(&RandomData { token_skew: skew.parse().unwrap(), ..RandomData::default() });
             tokens.advance();
             let mut counts = [0.0; 4];
             (0..100_000).for_each(|_| counts[tokens.advance() as usize] += 1e-5);
@@ -209,6 +279,19 @@ mod tests {
         assert!(close(count("1"), [12.0, 6.0, 4.0, 3.0].map(|share| share / 25.0)), "{:?}", count("1"));
         for text in ["-1", "9", "NaN", "inf", "", "a"] {
             assert_eq!(text.parse::<TokenSkew>(), Err("expected an exponent from 0 to 8".into()), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_last_tokens_of_each_row_are_trained() {
+        let mut memory = vec![0; 3 * 200];
+        let mut tokens = RandomTokens::new(3, 50).drawn_as(&RandomData { trained_share: "0.25".parse().unwrap(), ..RandomData::default() });
+        let mut batch = Batch::new(&mut memory, 100, false);
+        tokens.fill(&mut batch).unwrap();
+        assert!((0..200).all(|at| (batch.targets[at] >= 0) == (at % 100 >= 75)), "{:?}", batch.targets);
+        assert_eq!((tokens.untrained(), TrainedShare(1e-9).masked(100), TrainedShare::default().masked(100)), (150, 99, 0));
+        for text in ["0", "-1", "1.1", "NaN", "inf", "", "a"] {
+            assert!(text.parse::<TrainedShare>().unwrap_err().contains("at most 1"), "{text}");
         }
     }
 

@@ -11,6 +11,8 @@ use crate::engine::protocol::coordinator::Counts;
 use crate::engine::protocol::counters::{Counters, Exposed};
 use crate::engine::protocol::verdict::Verdict;
 use crate::error::Result;
+use crate::model::flops::flops_formula;
+use crate::model::head_rows::HeadRows;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
 use crate::ranks::RANKS_MAX;
@@ -62,7 +64,8 @@ impl Steps {
             }
             reports.push(report);
         }
-        Ok(Timed { documents: tokens.documents().clone(), ..Timed::new(Spread::new(samples), from_ns..start_ns, &reports) })
+        let (documents, untrained) = (tokens.documents().clone(), tokens.untrained());
+        Ok(Timed { documents, untrained, ..Timed::new(Spread::new(samples), from_ns..start_ns, &reports) })
     }
 }
 
@@ -71,6 +74,8 @@ pub(crate) struct Timed {
     step_ms: Spread,
     /// Number of documents by length.
     documents: BTreeMap<usize, usize>,
+    /// Number of tokens without a trained target.
+    untrained: usize,
     /// Window of the steps on the device's clock.
     pub(crate) window_ns: Range<u64>,
     exposed: Exposed,
@@ -88,9 +93,20 @@ impl Timed {
     fn new(step_ms: Spread, window_ns: Range<u64>, reports: &[StepReport]) -> Self {
         let last = &reports[reports.len() - 1];
         let (loss, expert_load) = (FirstAndLast { first: reports[0].loss, last: last.loss }, last.expert_load);
-        let (documents, exposed, exposed_to_peers_ns, counters, bucket_steps, verdicts) = Default::default();
-        let mut timed =
-            Self { step_ms, documents, window_ns, exposed, exposed_to_peers_ns, counters, bucket_steps, verdicts, loss, expert_load };
+        let (documents, untrained, exposed, exposed_to_peers_ns, counters, bucket_steps, verdicts) = Default::default();
+        let mut timed = Self {
+            step_ms,
+            documents,
+            untrained,
+            window_ns,
+            exposed,
+            exposed_to_peers_ns,
+            counters,
+            bucket_steps,
+            verdicts,
+            loss,
+            expert_load,
+        };
         for report in reports {
             timed.exposed += report.exposed;
             for (total, ns) in timed.exposed_to_peers_ns.iter_mut().zip(report.exposed_to_peers_ns) {
@@ -132,13 +148,19 @@ impl Timed {
     /// The results in a record. With several GPUs, the speed is that of one GPU, and counts are totals over the ranks. `tracks` is the
     /// timeline, if one was recorded; `matmul_flops` is the device's speed in a large matrix product.
     pub(crate) fn outcome(self, shape: &ModelShape, plan: &Plan, matmul_flops: Option<f64>, tracks: &[Recorder]) -> Outcome {
-        let flops =
-            StepFlops::of(shape, &self.documents, &plan.placement.layer_policies).shared(self.step_ms.samples.len() * plan.site.ranks);
+        let head_rows = plan.recipe.numerics.head_rows;
+        let left_out = match head_rows {
+            HeadRows::All => 0.0,
+            HeadRows::Trained => shape.output_flops() * self.untrained as f64,
+        };
+        let flops = StepFlops::of(shape, &self.documents, &plan.placement.layer_policies)
+            .less(left_out)
+            .shared(self.step_ms.samples.len() * plan.site.ranks);
         let seconds = self.step_ms.median / 1e3;
         Outcome {
             tokens_per_step: plan.tokens_per_step(),
             tokens_per_second: plan.tokens_per_step() as f64 / seconds,
-            speed: Speed::new(flops, seconds, matmul_flops),
+            speed: Speed::new((flops, flops_formula(head_rows)), seconds, matmul_flops),
             exposed: self.exposed(),
             link: self.link(tracks),
             adam: self.adam(),

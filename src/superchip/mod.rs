@@ -17,7 +17,7 @@ use crate::hardware::gpu::GpuFacts;
 use crate::hardware::topology::Topology;
 use crate::probe::{self, ProbeOptions};
 use crate::simulate::clip::Clip;
-use crate::simulate::random_tokens::TokenSkew;
+use crate::simulate::random_tokens::RandomData;
 use rows::{ROWS, STEPS, TimedRow, WARMUP};
 use serde_json::{Value, json};
 use std::fmt::Display;
@@ -158,7 +158,7 @@ fn step_options(row: &TimedRow, options: &SuperchipOptions) -> Result<StepOption
     let train = TrainOptions::from_toml(row.settings).map_err(|e| Error::format(row.name, e))?;
     let model = Some(row.model.into());
     let train = TrainOptions { model, device: Some(DeviceChoice::Cuda), cuda_libraries: options.cuda_libraries.clone(), ..train };
-    Ok(StepOptions { warmup: WARMUP, steps: STEPS, clip: Clip::Never, documents: None, token_skew: TokenSkew::default(), out: None, train })
+    Ok(StepOptions { warmup: WARMUP, steps: STEPS, clip: Clip::Never, data: RandomData::default(), out: None, train })
 }
 
 #[cfg(test)]
