@@ -40,7 +40,7 @@ use crate::signals::{self, StopFlag, StopSignal};
 use crate::superchip::{self, Calls as SuperchipCalls, SuperchipOptions};
 use crate::train::record::RecordedRun;
 use crate::train::sample::{self, SampleOptions};
-use crate::train::{Observer, ahead, packing, text};
+use crate::train::{Observer, ahead, packing, text, trained_rows};
 use serde::Serialize;
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -131,6 +131,7 @@ pub fn plan(model: &Path, options: TrainOptions, log: &mut dyn FnMut(&dyn Displa
         log(&format_args!("warning: {line}"));
     }
     let settings = packing::settle_for_plan(&settings, &mut |line| log(&line));
+    let settings = trained_rows::settle_for_plan(&settings, &mut |line| log(&line));
     let machine = Machine::of_run(&profile, &settings.cut())?;
     let request = settings.request(&shape);
     let query = SearchQuery::new(&request, &machine);

@@ -68,3 +68,22 @@ fn evaluation_and_any_number_of_devices_have_the_bits_of_one() {
     let losses = |out: &str| workspace.metrics(out).iter().map(|line| line["eval_loss"].clone()).collect::<Vec<_>>();
     assert!(losses("one") == losses("two") && losses("one").iter().any(Value::is_number), "{:?}", losses("one"));
 }
+
+#[test]
+fn by_default_data_with_prompts_has_trained_rows_and_other_data_all() {
+    let workspace = Workspace::new();
+    let record = |nth: usize| json!({"prompt": format!("question {nth}"), "completion": format!("answer {nth}")}).to_string();
+    let prompts = workspace.write("prompts.jsonl", (0..24).map(record).collect::<Vec<_>>().join("\n"));
+    let text = workspace.write("text.txt", "no record ".repeat(200));
+    for (out, data, flags, rows) in [
+        ("prompts", &prompts, &[][..], "trained"),
+        ("whole", &prompts, &["--train-on=all"][..], "all"),
+        ("asked", &prompts, &["--head-rows=all"][..], "all"),
+        ("text", &text, &[][..], "all"),
+    ] {
+        let data = format!("--data={}", data.display());
+        run(&mut workspace.train(out, &[&[&*data, "--seq-length=32"], flags].concat())).digest();
+        let checkpoint = workspace.path(out).join("checkpoint-6");
+        assert_eq!(manifest(&checkpoint)["run"]["numerics"]["head_rows"], rows, "{out}");
+    }
+}

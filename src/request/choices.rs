@@ -172,7 +172,7 @@ impl From<ExpertProducts> for ExpertProductsChoice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HeadRowsChoice {
-    /// All; a resumed run keeps the rows of its checkpoint.
+    /// `trained` where records have prompts with answers; otherwise `all`. A resumed run keeps the rows of its checkpoint.
     Auto,
     /// Every row.
     All,

@@ -37,6 +37,7 @@ pub(crate) mod sinks;
 mod skips;
 mod summary;
 pub(crate) mod text;
+pub(crate) mod trained_rows;
 
 use crate::checkpoint::parts::SharedFolderMarker;
 use crate::config::options::InitChoice;

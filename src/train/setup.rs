@@ -8,7 +8,7 @@ use super::prompts::Prompts;
 use super::run_dir::RunDir;
 use super::run_facts::RunFacts;
 use super::session::{CheckpointContents, Session};
-use super::{identity, model_files, overview, packing, previous_run, resume, resume_numerics, text};
+use super::{identity, model_files, overview, packing, previous_run, resume, resume_numerics, text, trained_rows};
 use crate::checkpoint::carried::Carrier;
 use crate::checkpoint::parts::part_bytes;
 use crate::checkpoint::{Loaded, checkpoint_bytes};
@@ -165,6 +165,7 @@ pub(super) fn prepare<'a>(
     let kept = resumed.as_ref().map(|loaded| resume_numerics::settings(settings, loaded, launch.chosen.is_gpu(), observer)).transpose()?;
     let saved = resumed.as_ref().map(|loaded| &loaded.manifest().trainer.settings);
     let settings = &packing::settle(kept.as_ref().unwrap_or(settings), saved, &mut |line| observer.detail(line))?;
+    let settings = &trained_rows::settle(settings, &mut |line| observer.detail(line))?;
     let mut known = known_sources(settings, resumed.as_ref());
     let settings = &Settings { data_bytes: data_bytes(settings, &known), ..settings.clone() };
     let plan = launch.plan(settings, &source.shape, true)?;
