@@ -44,7 +44,7 @@ fn changed(name: &str, change: impl FnOnce(&mut serde_json::Value)) -> ModelShap
 }
 
 /// Families with all variants of attention: windows, soft caps, sinks, norms of queries and keys, biases, learned positions, experts.
-const FAMILIES: [(&str, Option<(usize, usize)>); 12] = [
+const FAMILIES: [(&str, Option<(usize, usize)>); 13] = [
     ("llama", None),
     ("gpt2", None),
     ("gemma2", None),
@@ -54,6 +54,7 @@ const FAMILIES: [(&str, Option<(usize, usize)>); 12] = [
     ("qwen3", None),
     ("olmo2", None),
     ("olmoe", None),
+    ("qwen2_moe", None),
     ("qwen2", Some((8, 1))),
     ("phi3", None),
     ("llama", Some((10, 5))),

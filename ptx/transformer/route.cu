@@ -23,6 +23,18 @@ __device__ __forceinline__ float exp_sum(const float* logits, unsigned experts, 
     return warp_sum(sum);
 }
 
+// A place in the order of keys, the largest key first, of equal ones the first.
+__device__ __forceinline__ unsigned long long place_of(float key, unsigned i) { return (unsigned long long)order(key) << 32 | ~i; }
+
+// The largest place of a warp.
+__device__ __forceinline__ unsigned long long best_place(unsigned long long best) {
+    for (unsigned distance = WARP / 2; distance > 0; distance /= 2) {
+        const unsigned long long other = __shfl_xor_sync(ALL_LANES, best, distance);
+        best = other > best ? other : best;
+    }
+    return best;
+}
+
 // The top_k largest logits of a token, of equal ones the first; their weights. One warp a token.
 // Reads T x E logits top_k times, from the cache after the first: 16384 x 128 are 8 MB, 2 us at 4.3 TB/s.
 extern "C" __global__ void __launch_bounds__(THREADS) route(
@@ -35,15 +47,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(
     for (unsigned j = 0; j < top_k; j++) {
         unsigned long long best = 0;
         for (unsigned i = lane; i < experts; i += WARP) {
-            const unsigned long long place = (unsigned long long)order(logits[i]) << 32 | ~i;
+            const unsigned long long place = place_of(logits[i], i);
             if (place < last && place > best) best = place;
         }
-        for (unsigned distance = WARP / 2; distance > 0; distance /= 2) {
-            const unsigned long long other = __shfl_xor_sync(ALL_LANES, best, distance);
-            best = other > best ? other : best;
-        }
-        last = best;
-        const unsigned expert = ~(unsigned)best;
+        last = best_place(best);
+        const unsigned expert = ~(unsigned)last;
         const float logit = logits[expert];
         if (j == 0) largest = logit;
         const float weight = exp_exact(logit - largest);
@@ -53,6 +61,74 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(
     if (all) sum = exp_sum(logits, experts, largest);
     if (lane != 0) return;
     for (unsigned j = 0; j < top_k; j++) weights[j] = __fdiv_rn(weights[j], sum);
+}
+
+// As the CPU's sigmoid, to the bit.
+__device__ __forceinline__ float score_of(float logit) { return __fdiv_rn(1.0f, 1.0f + exp_exact(-logit)); }
+
+// The score by which expert i is chosen; a correction has three parts.
+template <typename T>
+__device__ __forceinline__ float key_of(const float* logits, const T* correction, unsigned experts, unsigned i) {
+    const float score = score_of(logits[i]);
+    if (correction == nullptr) return score + 0.0f;
+    return score + (widen(correction[i]) + widen(correction[experts + i]) + widen(correction[2 * experts + i]));
+}
+
+// Bit g says whether a token may choose experts of group g: of the top_groups groups whose two largest keys have the largest sums. Lane g
+// adds up group g.
+template <typename T>
+__device__ __forceinline__ unsigned allowed_groups(
+    const float* logits, const T* correction, unsigned experts, unsigned groups, unsigned top_groups) {
+    if (top_groups == groups) return ~0u;
+    const unsigned lane = threadIdx.x % WARP, group = experts / groups;
+    unsigned long long own = 0;
+    if (lane < groups) {
+        unsigned long long first = 0, second = 0;
+        for (unsigned i = lane * group; i < (lane + 1) * group; i++) {
+            const unsigned long long place = place_of(key_of(logits, correction, experts, i), i);
+            if (place > first) second = first, first = place;
+            else if (place > second) second = place;
+        }
+        const float sum = key_of(logits, correction, experts, ~(unsigned)first) + key_of(logits, correction, experts, ~(unsigned)second);
+        own = place_of(sum, lane);
+    }
+    unsigned allowed = 0;
+    for (unsigned j = 0; j < top_groups; j++) {
+        const unsigned long long best = best_place(own);
+        allowed |= 1u << ~(unsigned)best;
+        if (own == best) own = 0;
+    }
+    return allowed;
+}
+
+// The top_k experts of a token by SigmoidRule, and their weights. One warp a token.
+// Reads T x E logits top_k times, from the cache after the first: 16384 x 128 are 8 MB, 2 us at 4.3 TB/s.
+template <typename T>
+__device__ __forceinline__ void route_scores(
+    const float* logits, const T* correction, int* chosen, float* weights, unsigned tokens, unsigned experts, unsigned top_k, unsigned groups,
+    unsigned top_groups, bool renormalised, float scale) {
+    const unsigned lane = threadIdx.x % WARP, token = blockIdx.x * WARPS + threadIdx.x / WARP;
+    if (token >= tokens) return;
+    logits += (size_t)token * experts, chosen += (size_t)token * top_k, weights += (size_t)token * top_k;
+    const unsigned allowed = allowed_groups(logits, correction, experts, groups, top_groups), group = experts / groups;
+    unsigned long long last = ~0ull;
+    float sum = 0.0f;
+    for (unsigned j = 0; j < top_k; j++) {
+        unsigned long long best = 0;
+        for (unsigned i = lane; i < experts; i += WARP) {
+            if (!(allowed >> i / group & 1)) continue;
+            const unsigned long long place = place_of(key_of(logits, correction, experts, i), i);
+            if (place < last && place > best) best = place;
+        }
+        last = best_place(best);
+        const unsigned expert = ~(unsigned)last;
+        const float score = score_of(logits[expert]);
+        sum += score;
+        if (lane == 0) chosen[j] = expert, weights[j] = score;
+    }
+    if (lane != 0) return;
+    sum += 1e-20f;
+    for (unsigned j = 0; j < top_k; j++) weights[j] = (renormalised ? __fdiv_rn(weights[j], sum) : weights[j]) * scale;
 }
 
 // Calls `f(expert, i, before, mask)` in every warp for each of its experts and each 32 choices of a chunk, in order: `mask` says which lanes'
@@ -175,6 +251,31 @@ __device__ __forceinline__ void router_backward(
     for (unsigned j = lane; j < top_k; j += WARP) dlogits[chosen[j]] = narrow<T>(weights[j] * (dweights[slots[j]] - mean));
 }
 
+// The gradient of a token's logits by SigmoidRule; one warp a token.
+template <typename T>
+__device__ __forceinline__ void scores_backward(
+    const float* logits, const int* chosen, const float* weights, const int* slots, const float* dweights, T* dlogits, unsigned tokens,
+    unsigned experts, unsigned top_k, bool renormalised, float scale) {
+    const unsigned lane = threadIdx.x % WARP, token = blockIdx.x * WARPS + threadIdx.x / WARP;
+    if (token >= tokens) return;
+    const size_t first = (size_t)token * top_k;
+    logits += (size_t)token * experts, dlogits += (size_t)token * experts, chosen += first, weights += first, slots += first;
+    float mean = 0.0f, sum = 0.0f;
+    for (unsigned j = 0; j < top_k; j++) {
+        mean = fmaf(weights[j], dweights[slots[j]], mean);
+        sum += score_of(logits[chosen[j]]);
+    }
+    sum += 1e-20f;
+    if (!renormalised) mean = 0.0f, sum = 1.0f;
+    for (unsigned i = lane; i < experts; i += WARP) dlogits[i] = narrow<T>(0.0f);
+    __syncwarp();
+    for (unsigned j = lane; j < top_k; j += WARP) {
+        const float score = score_of(logits[chosen[j]]);
+        const float dscore = __fdiv_rn(fmaf(scale, dweights[slots[j]], -mean), sum);
+        dlogits[chosen[j]] = narrow<T>(dscore * (score * (1.0f - score)));
+    }
+}
+
 // Adds the gradient of the loss that balances experts; one warp a token. Every block counts the choices of all layers for itself: 48 layers of
 // 128 experts are 25 kB, from the cache.
 template <typename T>
@@ -219,6 +320,18 @@ __device__ __forceinline__ void router_balance(
         const float* weights, const int* slots, const float* dweights, T* dlogits, unsigned tokens, unsigned experts,         \
         unsigned top_k, unsigned all) {                                                                                       \
         router_backward(logits, chosen, weights, slots, dweights, dlogits, tokens, experts, top_k, all != 0);                 \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS) route_scores_##NAME(const float* logits, const T* correction,       \
+        int* chosen, float* weights, unsigned tokens, unsigned experts, unsigned top_k, unsigned groups, unsigned top_groups, \
+        unsigned renormalised, float scale) {                                                                                 \
+        route_scores(                                                                                                         \
+            logits, correction, chosen, weights, tokens, experts, top_k, groups, top_groups, renormalised != 0, scale);       \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS) scores_backward_##NAME(const float* logits, const int* chosen,      \
+        const float* weights, const int* slots, const float* dweights, T* dlogits, unsigned tokens, unsigned experts,         \
+        unsigned top_k, unsigned renormalised, float scale) {                                                                 \
+        scores_backward(                                                                                                      \
+            logits, chosen, weights, slots, dweights, dlogits, tokens, experts, top_k, renormalised != 0, scale);             \
     }                                                                                                                         \
     extern "C" __global__ void __launch_bounds__(THREADS) router_balance_##NAME(const float* logits, const int* chosen,       \
         const int* bounds, T* dlogits, unsigned tokens, unsigned experts, unsigned top_k, unsigned layers, unsigned stride,   \

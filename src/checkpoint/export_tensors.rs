@@ -4,6 +4,7 @@ use super::export_config::pretty;
 use crate::disk::{Dir, OutFile};
 use crate::dtype::{Dtype, Element};
 use crate::error::{Error, Result};
+use crate::model::correction;
 use crate::model::tensors::{HfPart, TensorSpec, TensorTable};
 use crate::model::weights::carried::{CarriedTensors, SourceTensor};
 use crate::model::weights::position;
@@ -42,7 +43,7 @@ impl Item<'_> {
 pub(super) fn of_table(table: &TensorTable, dtype: Dtype) -> Vec<Item<'_>> {
     let item = |spec, part: HfPart| Item {
         name: part.name.clone(),
-        dtype: file_dtype(dtype),
+        dtype: trained_dtype(&part, Some(dtype), FileDtype::F32),
         shape: TensorSpec::part_shape(spec, &part),
         content: Content::Trained(spec, part),
     };
@@ -72,7 +73,10 @@ pub(super) fn of_source<'a>(carried: &'a CarriedTensors, table: &'a TensorTable,
                 spec.part_shape(part) == *shape && [FileDtype::F32, FileDtype::BF16, FileDtype::F16].contains(own)
             }
         };
-        let dtype = dtype.filter(|_| trained.is_some()).map_or(*own, file_dtype);
+        let dtype = match &content {
+            Content::Carried(_) => *own,
+            Content::Trained(_, part) => trained_dtype(part, dtype, *own),
+        };
         if fits { Ok(Item { name: name.clone(), dtype, shape: shape.clone(), content }) } else { Err(wrong(name)) }
     };
     let items: Vec<Item> = carried.source().iter().map(item).collect::<Result<_>>()?;
@@ -80,6 +84,11 @@ pub(super) fn of_source<'a>(carried: &'a CarriedTensors, table: &'a TensorTable,
         None => Ok(items),
         Some(name) => Err(Error::format(carried.path(), format_args!("lists no {name:?}, which the model has"))),
     }
+}
+
+/// The format of a trained part whose source has the format `own`. A correction keeps all of its bits.
+fn trained_dtype(part: &HfPart, dtype: Option<Dtype>, own: FileDtype) -> FileDtype {
+    dtype.filter(|_| !part.split).map_or(own, file_dtype)
 }
 
 fn file_dtype(dtype: Dtype) -> FileDtype {
@@ -160,7 +169,8 @@ fn header(shard: &[Item<'_>]) -> Vec<u8> {
 fn write_part(file: &mut OutFile, (spec, part): (&TensorSpec, &HfPart), tensor: &[f32], dtype: FileDtype) -> Result<()> {
     let elems = part.rows * spec.row_elems();
     for start in (0..elems).step_by(WRITE_ELEMS) {
-        let values = (start..elems.min(start + WRITE_ELEMS)).map(|i| tensor[position(spec, part, i)]);
+        let value = |i| if part.split { correction::join(tensor, i) } else { tensor[position(spec, part, i)] };
+        let values = (start..elems.min(start + WRITE_ELEMS)).map(value);
         match dtype {
             FileDtype::BF16 => write_block::<bf16>(file, values)?,
             FileDtype::F16 => write_block::<f16>(file, values)?,

@@ -54,6 +54,8 @@ pub(crate) struct Activations {
     pub(super) sequence_work: Option<SequenceWork>,
     /// Workspaces of experts.
     pub(super) experts: Option<ExpertWork>,
+    /// Workspaces of shared experts.
+    pub(super) shared: Option<SharedWork>,
     /// Workspaces of FP8 products, if layers use FP8.
     pub(super) fp8: Option<Fp8Work>,
     /// Gradient of a second matrix's input: attention's output or the activation, `[T, max]`.
@@ -88,6 +90,8 @@ pub(super) struct LayerActivations {
     /// Like `mlp_act`, this array holds all tokens if the layer saves it, otherwise the tokens that the MLP processes at once.
     pub(crate) mlp_in: DeviceSlice,
     pub(crate) mlp_act: DeviceSlice,
+    /// Output of the first matrix of the shared expert; empty without one.
+    pub(crate) shared_in: DeviceSlice,
     pub(crate) post_mlp: RawActivations,
     /// Routing results, if the layer has experts.
     pub(crate) routed: Option<RoutedActivations>,
@@ -166,6 +170,29 @@ pub(super) struct ExpertWork {
     pub(crate) dweights: DeviceSlice,
     /// Gradients of logits, `[T, experts]`.
     pub(crate) dlogits: DeviceSlice,
+}
+
+/// Workspaces of shared experts.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SharedWork {
+    /// Activation, `[T, width]`.
+    pub act: DeviceSlice,
+    pub(crate) gate: Option<GateWork>,
+}
+
+/// Workspaces of a shared expert's gate: see [`crate::device::Route`] and [`crate::device::Segments`] with a single expert.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GateWork {
+    pub logits: DeviceSlice,
+    pub weights: DeviceSlice,
+    /// Gradients of the weights, fp32 `[T]`.
+    pub(crate) dweights: DeviceSlice,
+    /// Gradients of the logits, `[T]`.
+    pub(crate) dlogits: DeviceSlice,
+    pub(crate) choices: DeviceSlice,
+    pub slots: DeviceSlice,
+    pub entries: DeviceSlice,
+    pub bounds: DeviceSlice,
 }
 
 /// The projections before the norm of queries and keys, and the statistics of the norm.

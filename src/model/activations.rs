@@ -6,7 +6,8 @@
 
 pub(crate) use super::activation_arrays::Activations;
 use super::activation_arrays::{
-    ExpertWork, HeadRowsWork, LayerActivations, NormActivations, QkNormActivations, RawActivations, RoutedActivations, SequenceWork,
+    ExpertWork, GateWork, HeadRowsWork, LayerActivations, NormActivations, QkNormActivations, RawActivations, RoutedActivations,
+    SequenceWork, SharedWork,
 };
 use super::expert_bounds::bounds_stride;
 pub(crate) use super::expert_bounds::{bounds_elems, expert_bounds};
@@ -234,9 +235,10 @@ impl ActivationPlan {
             dnorm: memory.rows("dnorm", channels)?,
             sequence_work: self.sequence_work(&mut memory)?,
             experts: self.expert_work(&mut memory)?,
+            shared: self.shared_work(&mut memory)?,
             fp8: self.fp8_work(&mut memory)?,
-            dinner: memory.matrix("dinner", &[self.widest(|layer| [layer.attn.out_cols(), layer.mlp_cols().1])?], self.dtype)?,
-            dfused: memory.matrix("dfused", &[self.widest(|layer| [layer.attn.qkv_cols(), layer.mlp_cols().0])?], self.dtype)?,
+            dinner: memory.matrix("dinner", &[self.widest(|layer| [layer.attn.out_cols(), layer.widest_mlp_cols().1])?], self.dtype)?,
+            dfused: memory.matrix("dfused", &[self.widest(|layer| [layer.attn.qkv_cols(), layer.widest_mlp_cols().0])?], self.dtype)?,
         })
     }
 
@@ -278,6 +280,8 @@ impl ActivationPlan {
         let mlp_in = each("layers.mlp_in", &wide_costly, &|layer| layer.mlp_cols().0, dtype)?;
         // The activation of experts is recomputed into a workspace of all layers.
         let mlp_act = each("layers.mlp_act", &wide_cheap, &|layer| layer.mlp.moe().map_or(layer.mlp_cols().1, |_| 0), dtype)?;
+        let shared_in = |layer: &LayerShape| layer.mlp.shared().map_or(0, |shared| 2 * shared.width);
+        let shared_in = each("layers.shared_in", &costly, &shared_in, dtype)?;
         let mlp_raw = each("layers.mlp_raw", &costly, &raw, dtype)?;
         let mlp_raw_stats = each("layers.mlp_raw_stats", &costly, &raw_stats, fp32)?;
         let (routed, fp8) = (self.routed(memory)?, self.fp8_inputs(memory)?);
@@ -299,6 +303,7 @@ impl ActivationPlan {
             mlp_norm: NormActivations { out: mlp_norm_out.at(l), stats: mlp_norm_stats.at(l) },
             mlp_in: mlp_in.at(l),
             mlp_act: mlp_act.at(l),
+            shared_in: shared_in.at(l),
             post_mlp: RawActivations { raw: mlp_raw.at(l), stats: mlp_raw_stats.at(l) },
             routed: routed[l],
             fp8: fp8[l],
@@ -375,6 +380,29 @@ impl ActivationPlan {
             dweights: memory.matrix("dexpert_weights", &[tokens, taken], Dtype::Float32)?,
             dlogits: memory.rows("drouter_logits", widest(&|moe| moe.experts))?,
         }))
+    }
+
+    /// Workspaces of shared experts; `None` without them.
+    fn shared_work(&self, memory: &mut SizedAllocator<'_>) -> Result<Option<SharedWork>> {
+        let width = self.shape.widest(|layer| layer.mlp.shared().map_or(0, |shared| shared.width));
+        if width == 0 {
+            return Ok(None);
+        }
+        let is_gated = |layer: &LayerShape| layer.mlp.shared().is_some_and(|shared| shared.gated);
+        let act = memory.rows("shared_act", width)?;
+        let gate = if self.shape.layers.iter().any(is_gated) { Some(self.gate_work(memory)?) } else { None };
+        Ok(Some(SharedWork { act, gate }))
+    }
+
+    fn gate_work(&self, memory: &mut SizedAllocator<'_>) -> Result<GateWork> {
+        let tokens = memory.tokens;
+        let floats = memory.matrix("shared_gate", &[3, tokens], Dtype::Float32)?;
+        let choices = memory.matrix("shared_gate_choices", &[CHOICE_ARRAYS, tokens], Dtype::Int32)?;
+        let bounds = memory.matrix("shared_gate_bounds", &[2], Dtype::Int32)?;
+        let [logits, weights, dweights] = [0, 1, 2].map(|array| floats.slice(array * tokens, tokens));
+        let [choices, slots, entries] = [0, 1, 2].map(|array| choices.slice(array * tokens, tokens));
+        let dlogits = memory.rows("dshared_gate", 1)?;
+        Ok(GateWork { logits, weights, dweights, dlogits, choices, slots, entries, bounds })
     }
 
     /// Maximum elements over all layers. `cols` returns the columns of a layer's attention and of its MLP.

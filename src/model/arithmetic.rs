@@ -1,8 +1,8 @@
 //! The properties of a shape that affect arithmetic. Checkpoints record them, so that a run cannot resume with a different model unnoticed.
 
-use super::layer_shape::{Act, Attn, Ffn, Join, LayerShape, Moe, NormKind, NormSpec, QkSpan};
+use super::layer_shape::{Act, Attn, Ffn, Join, LayerShape, Moe, NormKind, NormSpec, QkSpan, SharedExpertShape};
 use super::shape::{ModelShape, RopeScaling};
-use crate::device::{ExpertActivation, RouterRule};
+use crate::device::{ExpertActivation, RouterRule, SigmoidRule};
 use serde_json::{Map, Value, json};
 
 impl ModelShape {
@@ -119,16 +119,27 @@ fn span(qk_norm: Option<QkSpan>) -> Value {
     }
 }
 
-fn experts(Moe { experts, top_k, ffn: _, activation, rule, router_bias }: Moe) -> Value {
+/// Components that most models lack are recorded only where they are, so that records of older checkpoints stay equal.
+fn experts(Moe { experts, top_k, ffn: _, activation, rule, router_bias, corrected, shared }: Moe) -> Value {
     let rule = match rule {
-        RouterRule::Chosen => "softmax of the chosen",
-        RouterRule::All => "softmax of all",
+        RouterRule::Chosen => json!("softmax of the chosen"),
+        RouterRule::All => json!("softmax of all"),
+        RouterRule::Sigmoid(SigmoidRule { groups, top_groups, renormalised, scale }) => {
+            json!({"sigmoid": {"groups": [top_groups, groups], "sum_to_one": renormalised, "scale": shortest(scale)}})
+        }
     };
     let clamped = match activation {
         ExpertActivation::Swiglu => Value::Null,
         ExpertActivation::Clamped { alpha, limit } => json!({"alpha": shortest(alpha), "limit": shortest(limit)}),
     };
-    json!({"count": experts, "per_token": top_k, "weights": rule, "clamped": clamped, "router_bias": router_bias})
+    let mut record = json!({"count": experts, "per_token": top_k, "weights": rule, "clamped": clamped, "router_bias": router_bias});
+    if corrected {
+        record["corrected"] = json!(true);
+    }
+    if let Some(SharedExpertShape { width, gated }) = shared {
+        record["shared"] = json!({"width": width, "gated": gated});
+    }
+    record
 }
 
 fn scaling(scaling: &RopeScaling) -> Value {
@@ -187,6 +198,8 @@ mod tests {
             activation: ExpertActivation::Swiglu,
             rule,
             router_bias: false,
+            corrected: false,
+            shared: None,
         };
         assert_eq!(all(|l| l.mlp = Mlp::Moe(plain(RouterRule::All, l))), ["experts"]);
         assert_eq!(all(|l| l.attn.sinks = true), ["attention_sinks"]);
@@ -196,6 +209,9 @@ mod tests {
             Moe { rule: RouterRule::Chosen, ..moe },
             Moe { activation: clamped, ..moe },
             Moe { router_bias: true, ..moe },
+            Moe { corrected: true, ..moe },
+            Moe { shared: Some(SharedExpertShape { width: 8, gated: false }), ..moe },
+            Moe { rule: RouterRule::Sigmoid(SigmoidRule::GATE), ..moe },
             Moe { top_k: 3, ..moe },
             Moe { experts: 5, ..moe },
         ];

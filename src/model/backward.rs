@@ -7,14 +7,15 @@ use super::forward::scale;
 use super::fp8::LastWriter;
 use super::head::MicroStep;
 use super::layer_shape::{Act, Join, NormSpec};
+use super::linear::{Input, linear_backward};
 use super::mlp_tile::MlpTile;
 use super::moe::MoeLayer;
 use super::params::{LinearParams, NormParams, Param};
 use super::sequence::{Handover, PassRunner};
 use super::tensors::Module;
 use crate::device::{
-    AttentionBackward, BiasBackward, DeviceSlice, EmbedBackward, GegluBackward, GeluBackward, Kernels, Launch, LayerNormBackward, Matmul,
-    MatmulLayout, MatmulShape, QkNormBackward, RmsNormBackward, ScaleAdd, ScaleCell, SinksBackward, SwigluBackward, WithScale, Zero,
+    AttentionBackward, DeviceSlice, EmbedBackward, GegluBackward, GeluBackward, Kernels, Launch, LayerNormBackward, QkNormBackward,
+    RmsNormBackward, ScaleAdd, ScaleCell, SinksBackward, SwigluBackward, WithScale, Zero,
 };
 use crate::error::Result;
 
@@ -225,48 +226,4 @@ fn norm_backward<D: Kernels>(
             dev.launch(WithScale { kernel, cell })
         }
     }
-}
-
-/// Destination of the gradient of a linear layer's input.
-#[derive(Clone, Copy)]
-enum Input {
-    /// Overwrite this slice.
-    New(DeviceSlice),
-    /// Add to this slice.
-    Added(DeviceSlice),
-}
-
-/// Gradients of [`super::forward::linear`]; with `first` the gradients of the parameters are overwritten.
-fn linear_backward<D: Kernels>(
-    dev: &mut D,
-    params: &LinearParams,
-    x: DeviceSlice,
-    dout: DeviceSlice,
-    input: Input,
-    first: bool,
-) -> Result<()> {
-    let (dx, add) = match input {
-        Input::New(dx) => (dx, false),
-        Input::Added(dx) => (dx, true),
-    };
-    match &params.fp8 {
-        Some(fp8) => fp8.backward(dev, params, (x, dout), (dx, add), !first)?,
-        None => products_backward(dev, params, (x, dout), (dx, add), !first)?,
-    }
-    if let Some(bias) = params.bias { dev.launch(BiasBackward { dout, dbias: bias.grad, accumulate: !first }) } else { Ok(()) }
-}
-
-/// Gradients of a product's factors in the compute format.
-fn products_backward<D: Kernels>(
-    dev: &mut D,
-    params: &LinearParams,
-    (x, dout): (DeviceSlice, DeviceSlice),
-    (dx, add): (DeviceSlice, bool),
-    accumulate: bool,
-) -> Result<()> {
-    let (rows, out_cols, in_cols) = (x.elems() / params.in_cols, params.out_cols, params.in_cols);
-    let to_input = MatmulShape { layout: MatmulLayout::Nn, m: rows, n: in_cols, k: out_cols };
-    let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: out_cols, n: in_cols, k: rows };
-    dev.launch(Matmul::plain(to_input, [dout, params.weight.value, dx]).onto_itself(add))?;
-    dev.launch(Matmul::plain(to_weight, [dout, x, params.weight.grad]).onto_itself(accumulate))
 }

@@ -141,13 +141,14 @@ fn attention(keys: &Keys, spec: &FamilySpec, channels: usize) -> Result<Attn> {
         return Err(keys.bad("num_key_value_heads", format_args!("{kv_heads} does not divide the {heads} of {}", names.heads)));
     }
     let head_dim = head_dim(keys, spec, channels, heads)?;
+    let has_qk_norm = keys.rule(spec.has_qk_norm)?;
     Ok(Attn {
         heads,
         kv_heads,
         head_dim,
         qkv_bias: keys.rule(spec.qkv_bias)?,
         out_bias: keys.rule(spec.out_bias)?,
-        qk_norm: spec.qk_norm,
+        qk_norm: spec.qk_norm.filter(|_| has_qk_norm),
         rope: None,
         window: None,
         scale: scale(keys, spec, head_dim)?,

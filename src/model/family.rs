@@ -48,6 +48,8 @@ pub(crate) enum Pattern {
     From(&'static str),
     /// All layers except the n-th, 2n-th and so on; `sliding_window_pattern` may override n.
     NotEvery(usize),
+    /// Every other layer, the first one included, before the index in this key.
+    EveryOtherBefore(&'static str),
     /// Layers without rotation, with the interval of [`Rotates::NotEvery`].
     WithoutRope(usize),
 }
@@ -160,6 +162,16 @@ pub(crate) struct MoeNames {
     pub(crate) router: &'static str,
     pub(crate) experts: &'static str,
     pub(crate) files: ExpertFiles,
+    pub(crate) shared: Option<SharedNames>,
+}
+
+/// Tensor names of a layer's shared expert.
+#[derive(Debug)]
+pub(crate) struct SharedNames {
+    /// Path of its three matrices.
+    pub(crate) path: &'static str,
+    /// Its gate, if it has one.
+    pub(crate) gate: Option<&'static str>,
 }
 
 /// Storage of a layer's experts in files.
@@ -180,6 +192,24 @@ pub(crate) enum Orientation {
     ByShape,
 }
 
+/// Layers with experts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum ExpertLayers {
+    All,
+    /// Every n-th layer, except listed ones.
+    ByStep,
+    /// The layers from the index in this key on; the value is the default.
+    From(&'static str, usize),
+}
+
+/// Source of the width of a shared expert.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum SharedWidth {
+    Key(&'static str),
+    /// The width of an expert, times the number in this key.
+    Times(&'static str),
+}
+
 /// Properties of a family's layers with experts.
 #[derive(Debug)]
 pub(crate) struct MoeSpec {
@@ -188,8 +218,11 @@ pub(crate) struct MoeSpec {
     pub(crate) width: &'static str,
     /// Whether the weights of a token sum to 1.
     pub(crate) renormalised: Presence,
-    /// Whether some layers may have no experts.
-    pub(crate) mixes_layers: bool,
+    pub(crate) layers: ExpertLayers,
+    /// Whether scores are sigmoids with a correction, chosen by groups.
+    pub(crate) sigmoid: bool,
+    /// Source of the shared expert's width, if layers have one.
+    pub(crate) shared: Option<SharedWidth>,
     /// Whether router and experts have biases, and gate and up projection are interleaved and clamped.
     pub(crate) is_gpt_oss: bool,
 }
@@ -208,6 +241,8 @@ pub(crate) struct FamilySpec {
     pub(crate) out_bias: Presence,
     pub(crate) mlp_bias: Presence,
     pub qk_norm: Option<QkSpan>,
+    /// Whether queries and keys are normalised, where the family has such norms.
+    pub(crate) has_qk_norm: Presence,
     pub tied: bool,
     pub(crate) kv_heads: Missing,
     pub(crate) head_dim: Missing,
@@ -328,7 +363,7 @@ const GPT2_NAMES: Names = Names {
 
 const QWEN_TYPES: TypeRule = TypeRule { switch: true, missing_types: Pattern::From("max_window_layers"), missing_window: None };
 const LLAMA_EXPERTS: MoeNames =
-    MoeNames { router: "mlp.gate", experts: "mlp.experts", files: ExpertFiles::Each(["gate_proj", "up_proj", "down_proj"]) };
+    MoeNames { router: "mlp.gate", experts: "mlp.experts", files: ExpertFiles::Each(["gate_proj", "up_proj", "down_proj"]), shared: None };
 const STACKED: [&str; 2] = ["gate_up_proj", "down_proj"];
 
 const LLAMA: FamilySpec = FamilySpec {
@@ -342,6 +377,7 @@ const LLAMA: FamilySpec = FamilySpec {
     out_bias: Presence::Key("attention_bias", false),
     mlp_bias: Presence::Key("mlp_bias", false),
     qk_norm: None,
+    has_qk_norm: Presence::Always,
     tied: false,
     kv_heads: Missing::Derive,
     head_dim: Missing::Derive,
@@ -432,6 +468,26 @@ const GEMMA3: FamilySpec = FamilySpec {
     ..GEMMA2
 };
 
+const GLM4_MOE: FamilySpec = FamilySpec {
+    architecture: "Glm4MoeForCausalLM",
+    out_bias: Presence::Never,
+    mlp_bias: Presence::Never,
+    qk_norm: Some(QkSpan::Head),
+    has_qk_norm: Presence::Key("use_qk_norm", false),
+    kv_heads: Missing::Refuse,
+    partial_rotary: Some(0.5),
+    moe: Some(MoeSpec {
+        names: MoeNames { shared: Some(SharedNames { path: "mlp.shared_experts", gate: None }), ..LLAMA_EXPERTS },
+        width: "moe_intermediate_size",
+        renormalised: Presence::Key("norm_topk_prob", true),
+        layers: ExpertLayers::From("first_k_dense_replace", 1),
+        sigmoid: true,
+        shared: Some(SharedWidth::Times("n_shared_experts")),
+        is_gpt_oss: false,
+    }),
+    ..LLAMA
+};
+
 const QWEN3_MOE: FamilySpec = FamilySpec {
     architecture: "Qwen3MoeForCausalLM",
     mlp_bias: Presence::Never,
@@ -442,7 +498,9 @@ const QWEN3_MOE: FamilySpec = FamilySpec {
         names: LLAMA_EXPERTS,
         width: "moe_intermediate_size",
         renormalised: Presence::Key("norm_topk_prob", false),
-        mixes_layers: true,
+        layers: ExpertLayers::ByStep,
+        sigmoid: false,
+        shared: None,
         is_gpt_oss: false,
     }),
     ..LLAMA
@@ -538,6 +596,40 @@ static FAMILIES: &[FamilySpec] = &[
     },
     GEMMA2,
     GEMMA3,
+    GLM4_MOE,
+    FamilySpec {
+        architecture: "Dots1ForCausalLM",
+        out_bias: Presence::Key("attention_bias", false),
+        has_qk_norm: Presence::Always,
+        window: WindowRule::ByType(TypeRule { switch: false, missing_types: Pattern::From("max_window_layers"), missing_window: None }),
+        partial_rotary: None,
+        ..GLM4_MOE
+    },
+    FamilySpec {
+        architecture: "Qwen2MoeForCausalLM",
+        qkv_bias: Presence::Key("qkv_bias", true),
+        out_bias: Presence::Never,
+        mlp_bias: Presence::Never,
+        kv_heads: Missing::Refuse,
+        window: WindowRule::ByType(TypeRule {
+            switch: true,
+            missing_types: Pattern::EveryOtherBefore("max_window_layers"),
+            missing_window: Some(4096),
+        }),
+        moe: Some(MoeSpec {
+            names: MoeNames {
+                shared: Some(SharedNames { path: "mlp.shared_expert", gate: Some("mlp.shared_expert_gate") }),
+                ..LLAMA_EXPERTS
+            },
+            width: "moe_intermediate_size",
+            renormalised: Presence::Key("norm_topk_prob", false),
+            layers: ExpertLayers::ByStep,
+            sigmoid: false,
+            shared: Some(SharedWidth::Key("shared_expert_intermediate_size")),
+            is_gpt_oss: false,
+        }),
+        ..LLAMA
+    },
     QWEN3_MOE,
     FamilySpec {
         architecture: "OlmoeForCausalLM",
@@ -547,7 +639,9 @@ static FAMILIES: &[FamilySpec] = &[
             names: LLAMA_EXPERTS,
             width: "intermediate_size",
             renormalised: Presence::Key("norm_topk_prob", false),
-            mixes_layers: false,
+            layers: ExpertLayers::All,
+            sigmoid: false,
+            shared: None,
             is_gpt_oss: false,
         }),
         ..LLAMA
@@ -565,10 +659,13 @@ static FAMILIES: &[FamilySpec] = &[
                 router: "block_sparse_moe.gate",
                 experts: "block_sparse_moe.experts",
                 files: ExpertFiles::Each(["w1", "w3", "w2"]),
+                shared: None,
             },
             width: "intermediate_size",
             renormalised: Presence::Always,
-            mixes_layers: false,
+            layers: ExpertLayers::All,
+            sigmoid: false,
+            shared: None,
             is_gpt_oss: false,
         }),
         ..LLAMA
@@ -585,10 +682,17 @@ static FAMILIES: &[FamilySpec] = &[
         names_rope: true,
         sinks: true,
         moe: Some(MoeSpec {
-            names: MoeNames { router: "mlp.router", experts: "mlp.experts", files: ExpertFiles::Stacked(STACKED, Orientation::Transposed) },
+            names: MoeNames {
+                router: "mlp.router",
+                experts: "mlp.experts",
+                files: ExpertFiles::Stacked(STACKED, Orientation::Transposed),
+                shared: None,
+            },
             width: "intermediate_size",
             renormalised: Presence::Always,
-            mixes_layers: false,
+            layers: ExpertLayers::All,
+            sigmoid: false,
+            shared: None,
             is_gpt_oss: true,
         }),
         ..LLAMA

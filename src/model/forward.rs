@@ -3,6 +3,7 @@
 use super::Model;
 use super::activation_arrays::{LayerActivations, NormActivations, QkNormActivations, RawActivations};
 use super::layer_shape::{Act, Join, LayerShape, Mlp, NormSpec};
+use super::linear::linear;
 use super::mlp_tile::MlpTile;
 use super::params::{LinearParams, NormParams};
 use super::policy::LayerPolicy;
@@ -10,8 +11,8 @@ use super::sequence::{Handover, PassRunner};
 use super::shape::RopeConfig;
 use super::tensors::Module;
 use crate::device::{
-    AttentionForward, DeviceSlice, Embed, Geglu, Gelu, Kernels, Launch, LayerNorm, Matmul, MatmulLayout, MatmulShape, QkNorm, RmsNorm,
-    Rope, ScaleAdd, ScaleCell, Sinks, Swiglu, WithScale, Zero,
+    AttentionForward, DeviceSlice, Embed, Geglu, Gelu, Kernels, Launch, LayerNorm, QkNorm, RmsNorm, Rope, ScaleAdd, ScaleCell, Sinks,
+    Swiglu, WithScale, Zero,
 };
 use crate::error::Result;
 
@@ -279,19 +280,4 @@ fn norm<D: Kernels>(
 /// Multiplies `x` by `factor`.
 pub(super) fn scale<D: Kernels>(dev: &mut D, x: DeviceSlice, factor: f32) -> Result<()> {
     if factor == 1.0 { Ok(()) } else { dev.launch(ScaleAdd { x, scale: factor, base: None, out: x }) }
-}
-
-/// `out = x * weight^T + bias (+ base)`.
-pub(super) fn linear<D: Kernels>(
-    dev: &mut D,
-    params: &LinearParams,
-    x: DeviceSlice,
-    base: Option<DeviceSlice>,
-    out: DeviceSlice,
-) -> Result<()> {
-    if let Some(fp8) = &params.fp8 {
-        return fp8.forward(dev, params, x, base, out);
-    }
-    let shape = MatmulShape { layout: MatmulLayout::Nt, m: x.elems() / params.in_cols, n: params.out_cols, k: params.in_cols };
-    dev.launch(Matmul { shape, a: x, b: params.weight.value, bias: params.bias.map(|p| p.value), base, c: out })
 }

@@ -162,7 +162,7 @@ impl Model {
 
     fn logits_tile<D: Kernels>(&self, dev: &mut D, rows: Rows, tile: &Range<usize>) -> Result<DeviceSlice> {
         let logits = self.activations.logits.slice(0, rows.count * tile.len());
-        super::forward::linear(dev, &self.output_tile(tile), rows.hidden, None, logits)?;
+        super::linear::linear(dev, &self.output_tile(tile), rows.hidden, None, logits)?;
         Ok(logits)
     }
 

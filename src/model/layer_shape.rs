@@ -80,7 +80,11 @@ impl Mlp {
         }
     }
 
-    /// Pairs of matrices that one token uses.
+    pub(crate) fn shared(&self) -> Option<SharedExpertShape> {
+        self.moe().and_then(|moe| moe.shared)
+    }
+
+    /// Experts that a router chooses for one token; 1 without experts.
     fn taken(&self) -> usize {
         self.moe().map_or(1, |moe| moe.top_k)
     }
@@ -98,6 +102,18 @@ pub struct Moe {
     pub(crate) activation: ExpertActivation,
     pub(crate) rule: RouterRule,
     pub(crate) router_bias: bool,
+    /// Whether each expert's score has a correction, which is no parameter: it decides the choice and never changes.
+    pub(crate) corrected: bool,
+    pub(crate) shared: Option<SharedExpertShape>,
+}
+
+/// An MLP beside the experts that every token uses.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct SharedExpertShape {
+    /// Columns of the activation, which is [`Act::Swiglu`].
+    pub(crate) width: usize,
+    /// Whether the output is multiplied by the sigmoid of a product of the input with a vector.
+    pub(crate) gated: bool,
 }
 
 /// Span of a norm of queries and keys.
@@ -184,6 +200,12 @@ impl LayerShape {
     pub(crate) fn mlp_cols(&self) -> (usize, usize) {
         let (ffn, taken) = (self.mlp.ffn(), self.mlp.taken());
         (taken * ffn.in_cols(), taken * ffn.width)
+    }
+
+    /// As [`Self::mlp_cols`], of the widest pair of matrices whose gradients are in memory at once.
+    pub(crate) fn widest_mlp_cols(&self) -> (usize, usize) {
+        let ((ins, outs), shared) = (self.mlp_cols(), self.mlp.shared().map_or(0, |shared| shared.width));
+        (ins.max(2 * shared), outs.max(shared))
     }
 
     /// Whether the outputs of attention and of the MLP are normalised.

@@ -9,10 +9,11 @@ use super::activation_arrays::{Activations, ExpertWork, LayerActivations, Routed
 use super::head::MicroStep;
 use super::layer_shape::Moe;
 use super::params::{LayerParams, LinearParams, Param};
+use super::shared_expert::SharedExpert;
 use crate::device::{
     BiasBackward, ClampedSwiglu, Combine, DeviceSlice, Dispatch, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot,
     GroupedMatmul, GroupedShape, Kernels, Matmul, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward, RouterBalance,
-    RouterLogits, SegmentSums, Segments, Swiglu,
+    RouterLogits, SegmentSums, Segments, Swiglu, Zero,
 };
 use crate::error::Result;
 
@@ -26,6 +27,7 @@ pub(super) struct MoeLayer<'a> {
     kept: RoutedActivations,
     /// Workspaces shared by all layers with experts.
     work: ExpertWork,
+    shared: Option<SharedExpert<'a>>,
 }
 
 impl Model {
@@ -48,7 +50,7 @@ impl Model {
             dweights: work.dweights.slice(0, rows),
             dlogits: work.dlogits.slice(0, tokens * moe.experts),
         };
-        Some(MoeLayer { moe, params, router, act, kept, work })
+        Some(MoeLayer { moe, params, router, act, kept, work, shared: self.shared_expert(layer) })
     }
 }
 
@@ -64,12 +66,13 @@ impl MoeLayer<'_> {
         let LinearParams { weight, bias, in_cols, .. } = self.router;
         let bias = bias.map(|bias| bias.value);
         dev.launch(RouterLogits { x: self.act.mlp_norm.out, weight: weight.value, bias, logits, channels: in_cols })?;
-        dev.launch(Route { logits, experts, weights, shape: self.shape() })?;
+        dev.launch(Route { logits, correction: self.params.correction.map(|parts| parts.value), experts, weights, shape: self.shape() })?;
         dev.launch(Segments { experts, bounds, slots, entries, shape: self.shape() })
     }
 
-    /// Computes the output of the experts' first matrix from the router's input.
+    /// Computes the outputs of the experts' first matrices from the router's input.
     pub(super) fn enter<D: Kernels>(&self, dev: &mut D) -> Result<()> {
+        self.shared.map_or(Ok(()), |shared| shared.enter(dev))?;
         self.dispatch(dev, self.act.mlp_norm.out)?;
         let (mlp_in, out) = (&self.params.mlp_in, self.act.mlp_in);
         self.product(dev, MatmulLayout::Nt, mlp_in, [self.work.rows, mlp_in.weight.value, out], false)?;
@@ -82,8 +85,9 @@ impl MoeLayer<'_> {
         if let Some(bias) = params.bias { dev.launch(ExpertBias { x, bias: bias.value, experts, entries, cols }) } else { Ok(()) }
     }
 
-    /// Computes the residual stream `out` from the output of the experts' first matrix.
+    /// Computes the residual stream `out` from the outputs of the experts' first matrices.
     pub(super) fn leave<D: Kernels>(&self, dev: &mut D, out: DeviceSlice) -> Result<()> {
+        let base = self.shared.map_or(Ok(self.act.mid), |shared| shared.leave(dev))?;
         let (ExpertWork { rows, act, .. }, mlp_out) = (self.work, &self.params.mlp_out);
         let gate_up = self.act.mlp_in;
         match self.moe.activation {
@@ -93,14 +97,7 @@ impl MoeLayer<'_> {
         self.product(dev, MatmulLayout::Nt, mlp_out, [act, mlp_out.weight.value, rows], false)?;
         self.add_bias(dev, mlp_out, rows)?;
         let RoutedActivations { slots, weights, .. } = self.kept;
-        dev.launch(Combine {
-            x: rows,
-            slots,
-            weights: Some(weights),
-            base: Some(self.act.mid),
-            out,
-            cols: mlp_out.out_cols / self.moe.experts,
-        })
+        dev.launch(Combine { x: rows, slots, weights: Some(weights), base: Some(base), out, cols: mlp_out.out_cols / self.moe.experts })
     }
 
     /// Computes the gradients of the experts and of the router. In `all`, `dresidual` is the gradient of the layer's output, and `dnorm`
@@ -124,7 +121,8 @@ impl MoeLayer<'_> {
         self.product(dev, MatmulLayout::Nn, mlp_in, [dfused, mlp_in.weight.value, rows], false)?;
         let slots = self.kept.slots;
         dev.launch(Combine { x: rows, slots, weights: None, base: None, out: dnorm, cols: mlp_in.in_cols })?;
-        self.router_backward(dev, dnorm, micro)
+        self.router_backward(dev, dnorm, micro)?;
+        self.shared.map_or(Ok(()), |shared| shared.backward(dev, first))
     }
 
     fn activation_backward<D: Kernels>(&self, dev: &mut D, da: DeviceSlice, dgate_up: DeviceSlice) -> Result<()> {
@@ -152,6 +150,9 @@ impl MoeLayer<'_> {
         dev.launch(RouterBackward { logits, experts, weights, slots, dweights, dlogits, shape })?;
         self.balance(dev, micro)?;
         let first = micro.first;
+        if let Some(Param { grad, .. }) = self.params.correction.filter(|_| first) {
+            dev.launch(Zero { x: grad })?;
+        }
         let LinearParams { weight, bias, out_cols, in_cols, .. } = self.router;
         let to_input = MatmulShape { layout: MatmulLayout::Nn, m: shape.tokens, n: in_cols, k: out_cols };
         let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: out_cols, n: in_cols, k: shape.tokens };

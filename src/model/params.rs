@@ -59,8 +59,20 @@ pub(super) struct LayerParams {
     pub(crate) post_mlp_norm: Option<NormParams>,
     /// Router of the experts.
     pub(crate) router: Option<LinearParams>,
+    /// Correction of the experts' scores: see [`super::correction`].
+    pub(crate) correction: Option<Param>,
+    pub(crate) shared: Option<SharedParams>,
     pub(crate) mlp_in: LinearParams,
     pub(crate) mlp_out: LinearParams,
+}
+
+/// The shared expert of a layer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SharedParams {
+    pub(crate) mlp_in: LinearParams,
+    pub(crate) mlp_out: LinearParams,
+    /// Weight `[1, channels]`.
+    pub gate: Option<LinearParams>,
 }
 
 #[derive(Debug)]
@@ -94,9 +106,20 @@ impl Flat<'_> {
             mlp_norm: self.norm(module, Role::MlpNorm, Role::MlpNormBias),
             post_mlp_norm: self.norm(module, Role::PostMlpNorm, Role::PostMlpNormBias),
             router: self.table.find(module, Role::Router).map(|_| self.linear(module, Role::Router, Some(Role::RouterBias))),
+            correction: self.find(module, Role::Correction),
+            shared: self.shared(module),
             mlp_in: self.linear(module, Role::MlpIn, Some(Role::MlpInBias)),
             mlp_out: self.linear(module, Role::MlpOut, Some(Role::MlpOutBias)),
         }
+    }
+
+    fn shared(&self, module: Module) -> Option<SharedParams> {
+        let has = |role| self.table.find(module, role).is_some();
+        has(Role::SharedIn).then(|| SharedParams {
+            mlp_in: self.linear(module, Role::SharedIn, None),
+            mlp_out: self.linear(module, Role::SharedOut, None),
+            gate: has(Role::SharedGate).then(|| self.linear(module, Role::SharedGate, None)),
+        })
     }
 
     pub(super) fn head(&self) -> HeadParams {

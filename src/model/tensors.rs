@@ -3,9 +3,10 @@
 //! Weights, gradients, fp32 parameters and both moments use the same offsets. Tensors are ordered as their gradients become final, so that
 //! a contiguous bucket is complete early: [`Module::Head`], the last layer down to layer 0, [`Module::Embed`].
 
-use super::family::{ExpertFiles, MoeNames, Names, Orientation};
-use super::layer_shape::{Attn, Ffn, LayerShape, Mlp, Moe, NormKind, NormSpec, QkSpan};
+use super::family::{ExpertFiles, MoeNames, Names, Orientation, SharedNames};
+use super::layer_shape::{Attn, Ffn, LayerShape, Mlp, Moe, NormKind, NormSpec, QkSpan, SharedExpertShape};
 use super::shape::ModelShape;
+use crate::device::CORRECTION_PARTS;
 use std::fmt::Display;
 use std::ops::Range;
 
@@ -13,6 +14,9 @@ use std::ops::Range;
 pub(crate) const TENSOR_ALIGN_ELEMS: usize = 128;
 /// The flat length is a multiple of this many elements: one block of the gradient norm.
 pub(crate) const FLAT_ALIGN_ELEMS: usize = crate::optim::norm::BLOCK;
+
+/// Name in files of the correction of a router's scores.
+const CORRECTION: &str = "e_score_correction_bias";
 
 /// Name in this program of an output matrix that is not the token embedding.
 pub(crate) const HEAD: &str = "lm_head";
@@ -66,6 +70,14 @@ pub enum Role {
     Router,
     /// Bias of the router `[experts]`.
     RouterBias,
+    /// Correction of the experts' scores, in three parts `[3 experts]`: see [`super::correction`].
+    Correction,
+    /// First matrix of the shared expert, fused gate and up rows `[2 width, channels]`.
+    SharedIn,
+    /// Second matrix of the shared expert `[channels, width]`.
+    SharedOut,
+    /// Gate of the shared expert `[1, channels]`.
+    SharedGate,
     /// First matrix of the MLP: fused gate and up rows `[2 ffn, channels]`, or `[ffn, channels]`; the matrices of several experts are
     /// concatenated by rows.
     MlpIn,
@@ -103,6 +115,10 @@ impl Role {
             (Self::PostMlpNormBias, _) => "post_mlp_norm.bias",
             (Self::Router, _) => "mlp.router",
             (Self::RouterBias, _) => "mlp.router.bias",
+            (Self::Correction, _) => "mlp.router.correction",
+            (Self::SharedIn, _) => "mlp.shared.gate_up",
+            (Self::SharedOut, _) => "mlp.shared.down",
+            (Self::SharedGate, _) => "mlp.shared.gate",
             (Self::Sinks, _) => "attn.sinks",
             (Self::MlpIn, true) => "mlp.gate_up",
             (Self::MlpIn, false) => "mlp.up",
@@ -144,6 +160,8 @@ pub struct HfPart {
     pub(crate) stacked: Option<usize>,
     /// Whether some files have the orientation opposite to `transposed`.
     pub(crate) either_way: bool,
+    /// Whether the table's tensor has the elements of the file as sums of [`super::correction::split`].
+    pub(crate) split: bool,
 }
 
 impl HfPart {
@@ -383,7 +401,7 @@ impl TableBuilder<'_> {
 
     /// A tensor that equals one Hugging Face tensor.
     fn whole(&mut self, module: Module, role: Role, shape: Vec<usize>, init: Init, name: String) {
-        let part = HfPart { name, row_start: 0, rows: shape[0], transposed: false, stacked: None, either_way: false };
+        let part = HfPart { name, row_start: 0, rows: shape[0], transposed: false, stacked: None, either_way: false, split: false };
         self.push(module, role, shape, init, vec![part]);
     }
 
@@ -473,6 +491,28 @@ impl TableBuilder<'_> {
         }
         let roles = (Role::Router, moe.router_bias.then_some(Role::RouterBias));
         self.linear(module, roles, &[at(names.router)], &[moe.experts], self.shape.channels, self.matrix_init());
+        if moe.corrected {
+            self.correction(module, moe.experts, at(&format!("{}.{CORRECTION}", names.router)));
+        }
+        if let (Some(shape), Some(shared)) = (moe.shared, &names.shared) {
+            self.shared_expert(module, shape, shared, at);
+        }
+    }
+
+    fn correction(&mut self, module: Module, experts: usize, name: String) {
+        let part = HfPart { name, row_start: 0, rows: experts, transposed: false, stacked: None, either_way: false, split: true };
+        self.push(module, Role::Correction, vec![CORRECTION_PARTS * experts], Init::Zeros, vec![part]);
+    }
+
+    fn shared_expert(&mut self, module: Module, shape: SharedExpertShape, names: &SharedNames, at: impl Fn(&str) -> String) {
+        let (SharedExpertShape { width, .. }, channels) = (shape, self.shape.channels);
+        let path = |name: &str| at(&format!("{}.{name}", names.path));
+        let (residual_init, init) = (self.residual_init(), self.matrix_init());
+        self.linear(module, (Role::SharedOut, None), &[path("down_proj")], &[channels], width, residual_init);
+        self.linear(module, (Role::SharedIn, None), &[path("gate_proj"), path("up_proj")], &[width, width], channels, init);
+        if let Some(gate) = names.gate {
+            self.linear(module, (Role::SharedGate, None), &[at(gate)], &[1], channels, init);
+        }
     }
 
     fn experts_apart(&mut self, module: Module, moe: Moe, [gate, up, down]: [&str; 3]) {
@@ -497,7 +537,8 @@ impl TableBuilder<'_> {
         let (transposed, either_way) = (orientation == Orientation::Transposed, orientation == Orientation::ByShape);
         let mut stack = |roles: (Role, Role), name: &str, rows: usize, cols: usize| {
             let rows = experts * rows;
-            let vectors = HfPart { name: at(name), row_start: 0, rows, transposed: false, stacked: Some(experts), either_way: false };
+            let vectors =
+                HfPart { name: at(name), row_start: 0, rows, transposed: false, stacked: Some(experts), either_way: false, split: false };
             self.push(module, roles.0, vec![rows, cols], init, vec![HfPart { transposed, either_way, ..vectors.clone() }]);
             if ffn.bias {
                 self.push(module, roles.1, vec![rows], Init::Zeros, vec![HfPart { name: at(&format!("{name}_bias")), ..vectors }]);
@@ -544,7 +585,7 @@ fn in_a_row(paths: &[impl Display], suffix: &str, rows: &[usize], transposed: bo
     let mut end = 0;
     let file = |(path, &rows)| {
         end += rows;
-        HfPart { name: format!("{path}.{suffix}"), row_start: end - rows, rows, transposed, stacked: None, either_way: false }
+        HfPart { name: format!("{path}.{suffix}"), row_start: end - rows, rows, transposed, stacked: None, either_way: false, split: false }
     };
     paths.iter().zip(rows).map(file).collect()
 }
@@ -575,7 +616,8 @@ mod tests {
             None if spec.scales_queries => r#", "rope_scaling": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}"#,
             None => "",
             Some(_) => {
-                r#", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "rope_scaling": {"rope_type": "default"}"#
+                r#", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1,
+                "shared_expert_intermediate_size": 20, "max_window_layers": 2, "rope_scaling": {"rope_type": "default"}"#
             }
         };
         let text = format!(
@@ -615,7 +657,7 @@ mod tests {
                 end = spec.range().end;
                 let rows = spec.parts().fold(0, |row, part| {
                     assert_eq!(part.row_start, row, "{}", spec.name);
-                    row + part.rows
+                    row + part.rows * if part.split { CORRECTION_PARTS } else { 1 }
                 });
                 assert_eq!(rows, spec.shape[0], "{architecture} {}", spec.name);
             }

@@ -11,7 +11,7 @@ use super::tensors::{Module, TensorSpec, TensorTable};
 use super::{MicroStep, Model};
 use crate::data::rows::batch::{self, Batch};
 use crate::device::cpu::{CpuDevice, StreamOrder};
-use crate::device::{Device, DeviceSlice, Lease, RouterRule, Stream};
+use crate::device::{Device, DeviceSlice, Lease, RouterRule, SigmoidRule, Stream};
 use crate::dtype::{Dtype, Element};
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::sweep::sweep;
@@ -243,7 +243,13 @@ fn shapes() -> Vec<(String, ModelShape)> {
 }
 
 fn other_rule(rule: RouterRule) -> RouterRule {
-    if rule == RouterRule::All { RouterRule::Chosen } else { RouterRule::All }
+    match rule {
+        RouterRule::Chosen => RouterRule::All,
+        RouterRule::All => RouterRule::Chosen,
+        RouterRule::Sigmoid(rule) => {
+            RouterRule::Sigmoid(SigmoidRule { groups: 1, top_groups: 1, renormalised: !rule.renormalised, ..rule })
+        }
+    }
 }
 
 fn norm(x: &[f32]) -> f64 {

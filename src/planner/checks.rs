@@ -2,8 +2,9 @@
 
 use super::budget::Rings;
 use crate::bucket::layout::BucketLayout;
-use crate::device::DeviceKind;
+use crate::device::{DeviceKind, RouterRule};
 use crate::error::{Error, Result};
+use crate::model::layer_shape::Moe;
 use crate::model::tensors::TensorTable;
 use crate::model::{fp8, heads};
 use crate::optim::norm::BLOCK;
@@ -48,13 +49,16 @@ pub(super) fn check_products(request: &Request) -> Result<()> {
     if request.recipe.numerics.fp8 { fp8::check(request.shape(), request.step().tokens_of_rank()) } else { Ok(()) }
 }
 
-/// Checks that the model has experts if a load-balancing loss is requested.
+/// Checks that the model has routers that a requested load-balancing loss can balance: the loss is one of softmaxes.
 fn check_balance(request: &Request) -> Result<()> {
     let coefficient = request.recipe.router_aux_loss_coef;
-    if coefficient == 0.0 || request.shape().experts() > 0 {
-        return Ok(());
-    }
-    Err(Error::usage(format!("--router-aux-loss-coef {coefficient}: the model has no experts to balance; leave it out")))
+    let lacking = match request.shape().layers.iter().find_map(|layer| layer.mlp.moe()) {
+        _ if coefficient == 0.0 => return Ok(()),
+        None => "the model has no experts to balance",
+        Some(Moe { rule: RouterRule::Sigmoid(_), .. }) => "the loss is not defined for the model's routers, which choose by sigmoids",
+        Some(_) => return Ok(()),
+    };
+    Err(Error::usage(format!("--router-aux-loss-coef {coefficient}: {lacking}; leave it out")))
 }
 
 /// Checks that ranks can share sequences. The search may try lengths and numbers of devices for which they cannot.

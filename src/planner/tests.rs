@@ -554,6 +554,9 @@ fn models_with_experts_are_planned_and_advised() {
     Plan::new(&balanced.request(&gpt_oss), &h200(), false).unwrap();
     let refused = Plan::new(&balanced.request(&llama_8b()), &h200(), false).unwrap_err().to_string();
     assert!(refused.starts_with("--router-aux-loss-coef 0.01: the model has no experts"), "{refused}");
+    let by_score = presets::shape(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/glm4_moe")).unwrap();
+    let refused = Plan::new(&balanced.request(&by_score), &h200(), false).unwrap_err().to_string();
+    assert!(refused.starts_with("--router-aux-loss-coef 0.01: the loss is not defined"), "{refused}");
     let two = Settings { gpus: 2, ..packed };
     Plan::new(&two.request(&qwen3), &of_four(2), false).unwrap().check_fits(&two.request(&qwen3)).unwrap();
 }

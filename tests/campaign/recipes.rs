@@ -64,7 +64,7 @@ pub struct Placement {
 }
 
 /// The families of models, by their directories in `tests/golden`.
-const FAMILIES: [&str; 18] = [
+const FAMILIES: [&str; 20] = [
     "llama",
     "gpt2",
     "gpt_oss",
@@ -72,6 +72,7 @@ const FAMILIES: [&str; 18] = [
     "gemma2",
     "gemma3",
     "glm4",
+    "glm4_moe",
     "granite",
     "mistral",
     "mixtral",
@@ -80,6 +81,7 @@ const FAMILIES: [&str; 18] = [
     "olmoe",
     "phi3",
     "qwen2",
+    "qwen2_moe",
     "qwen3_yarn",
     "seed_oss",
     "starcoder2",

@@ -1,6 +1,6 @@
 """Writes the golden values of tests/parity.rs: tiny random models of every family, trained for ten steps by PyTorch.
 
-Made with torch 2.15.0, transformers 5.23.0 (ministral3: 5.24.0) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
+Made with torch 2.15.0, transformers 5.23.0 (ministral3, glm4_moe, dots1, qwen2_moe: 5.24.0) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
 
     python generate.py [FAMILY...]
 
@@ -131,6 +131,20 @@ FAMILIES = {
         **dict(SIZES, num_hidden_layers=3), **COMMON, num_key_value_heads=2, head_dim=16, moe_intermediate_size=12, num_experts=8,
         num_experts_per_tok=3, norm_topk_prob=True, mlp_only_layers=[1], rope_parameters=plain_rope(10000.0),
     ),
+    # Two of four groups of two experts; the first of three layers has no experts.
+    "glm4_moe": transformers.Glm4MoeConfig(
+        **dict(SIZES, num_hidden_layers=3), **COMMON, num_key_value_heads=2, head_dim=16, use_qk_norm=True, attention_bias=True,
+        moe_intermediate_size=12, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=1, n_group=4, topk_group=2,
+        routed_scaling_factor=2.5, first_k_dense_replace=1, num_mtp_layers=0, rope_parameters=dict(plain_rope(1000.0), partial_rotary_factor=0.5),
+    ),
+    "dots1": transformers.Dots1Config(
+        **SIZES, **COMMON, num_key_value_heads=2, head_dim=8, moe_intermediate_size=12, n_routed_experts=6, num_experts_per_tok=2,
+        n_shared_experts=2, norm_topk_prob=False, sliding_window=5, max_window_layers=1, rope_parameters=plain_rope(1000.0),
+    ),
+    "qwen2_moe": transformers.Qwen2MoeConfig(
+        **SIZES, **COMMON, num_key_value_heads=2, moe_intermediate_size=12, shared_expert_intermediate_size=20, num_experts=6,
+        num_experts_per_tok=2, mlp_only_layers=[], rope_parameters=plain_rope(1000.0),
+    ),
     "olmoe": transformers.OlmoeConfig(
         **SIZES, **COMMON, num_key_value_heads=4, num_experts=8, num_experts_per_tok=3, rope_parameters=plain_rope(10000.0)
     ),
@@ -158,6 +172,9 @@ def randomize(model, generator):
                 parameter.copy_(0.2 * noise)
             else:
                 parameter.copy_((0.0 if name.endswith("bias") else 1.0) + 0.2 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def decay_groups(model):
@@ -190,13 +207,24 @@ def save(model, family, directory):
 def watch_routers(model):
     """Fails where rounding could choose other experts: where the last chosen logit nearly ties with the first that was not."""
 
+    def margin(keys, count):
+        keys = keys.sort(dim=-1, descending=True).values
+        return (keys[..., count - 1] - keys[..., count]).min() if count < keys.shape[-1] else torch.inf
+
     def check(module, _, output):
-        logits = output[0].detach().sort(dim=-1, descending=True).values
-        margin = (logits[:, module.top_k - 1] - logits[:, module.top_k]).min()
-        assert margin > 1e-4, f"two experts nearly tie: {margin}"
+        keys = output[0].detach()
+        margins = []
+        if hasattr(module, "e_score_correction_bias"):
+            keys = (keys.sigmoid() + module.e_score_correction_bias).unflatten(-1, (module.num_group, -1))
+            groups = keys.topk(2, dim=-1).values.sum(dim=-1)
+            margins.append(margin(groups, module.topk_group))
+            chosen = groups.topk(module.topk_group, dim=-1).indices
+            keys = keys.gather(-2, chosen[..., None].expand(-1, -1, keys.shape[-1])).flatten(-2)
+        margins.append(margin(keys, module.top_k))
+        assert min(margins) > 1e-4, f"two experts or groups nearly tie: {margins}"
 
     for module in model.modules():
-        if type(module).__name__.endswith("TopKRouter"):
+        if type(module).__name__.lower().endswith("topkrouter"):
             module.register_forward_hook(check)
 
 

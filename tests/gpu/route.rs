@@ -9,7 +9,8 @@ use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
 use superoffload::internals::device::{
-    Combine, Dispatch, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments,
+    CORRECTION_PARTS, Combine, Dispatch, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits,
+    RouterRule, Segments, SigmoidRule,
 };
 use superoffload::internals::dtype::Dtype;
 
@@ -21,12 +22,18 @@ const ROUTES: [(usize, usize, usize); 8] =
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     for (tokens, experts, top_k) in ROUTES {
-        for rule in [RouterRule::Chosen, RouterRule::All] {
+        for (rule_name, rule) in rules(experts, top_k) {
             let shape = RouteShape { tokens, experts, top_k, rule };
-            let name = |kernel: &str| format!("{kernel} {tokens} tokens, {top_k} of {experts} experts, {rule:?}");
+            let name = |kernel: &str| format!("{kernel} {tokens} tokens, {top_k} of {experts} experts, {rule_name}");
             for (kind, logits) in [("ordinary", Random::uniform as Values), ("wild", Random::wild), ("ties", ties)] {
                 suite.case(&format!("{} {kind}", name("route")), |bench, random| {
-                    route(bench, shape, &logits(random, FP32, tokens * experts))
+                    route(bench, shape, &logits(random, FP32, tokens * experts), None)
+                });
+            }
+            for dtype in FLOATS.into_iter().filter(|_| matches!(rule, RouterRule::Sigmoid(_))) {
+                suite.case(&format!("{} corrected {dtype}", name("route")), |bench, random| {
+                    let (logits, correction) = (random.uniform(FP32, tokens * experts), random.uniform(dtype, CORRECTION_PARTS * experts));
+                    route(bench, shape, &logits, Some((dtype, &correction)))
                 });
             }
             for dtype in FLOATS {
@@ -85,12 +92,28 @@ pub fn sorted(shape: RouteShape, experts: &[i32]) -> [Vec<i32>; 3] {
     [bounds, slots, entries]
 }
 
-fn route(bench: &mut Bench, shape: RouteShape, logits: &[f32]) -> Outcome {
+/// Both rules of the softmax, and sigmoids: whole, and by as many groups as divide the experts.
+fn rules(experts: usize, top_k: usize) -> impl Iterator<Item = (String, RouterRule)> {
+    let grouped = [2, 8, 32].into_iter().flat_map(|groups| [1, groups / 2, groups].map(|top_groups| (groups, top_groups)));
+    let sigmoid = [(1, 1)].into_iter().chain(grouped).flat_map(move |(groups, top_groups)| {
+        let rule = |renormalised, scale| SigmoidRule { groups, top_groups, renormalised, scale };
+        [rule(true, 2.5), rule(false, 1.0)]
+    });
+    let allowed = sigmoid.filter(move |rule| rule.allows(experts, top_k));
+    let by_score = allowed.map(|rule| (format!("{rule:?}"), RouterRule::Sigmoid(rule)));
+    [("Chosen".into(), RouterRule::Chosen), ("All".into(), RouterRule::All)].into_iter().chain(by_score)
+}
+
+fn route(bench: &mut Bench, shape: RouteShape, logits: &[f32], correction: Option<(Dtype, &[f32])>) -> Outcome {
     let mut case = Case::default();
+    let correction = correction.map(|(dtype, parts)| case.input("correction", dtype, parts));
     let logits = case.input("logits", FP32, logits);
     let experts = case.output("experts", Dtype::Int32, shape.rows(), Want::Same);
     let weights = case.output("weights", FP32, shape.rows(), Want::Same);
-    case.check(bench, &|dev, at| dev.launch(Route { logits: at[logits], experts: at[experts], weights: at[weights], shape }))
+    case.check(bench, &|dev, at| {
+        let correction = correction.map(|parts| at[parts]);
+        dev.launch(Route { logits: at[logits], correction, experts: at[experts], weights: at[weights], shape })
+    })
 }
 
 fn segments(bench: &mut Bench, shape: RouteShape, choices: &[i32]) -> Outcome {

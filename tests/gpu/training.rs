@@ -62,16 +62,23 @@ enum Experts {
     Qwen3Moe,
     /// Also has sinks, biases and a clamped activation.
     GptOss,
+    /// Also has a shared expert with a gate.
+    Qwen2Moe,
+    /// Also has a shared expert, and a router that chooses by sigmoids and groups.
+    Glm4Moe,
 }
 
 impl Experts {
+    const ALL: [Self; 4] = [Self::Qwen3Moe, Self::GptOss, Self::Qwen2Moe, Self::Glm4Moe];
+
     /// A model with four experts per layer, of which a token uses `top_k`. With all four, rounding cannot change the choice.
     fn shape(self, top_k: usize) -> ModelShape {
         let architecture = format!("{self:?}ForCausalLM");
         let config = serde_json::json!({
             "architectures": [architecture], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
             "head_dim": 16, "intermediate_size": 64, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": top_k,
-            "norm_topk_prob": true, "sliding_window": 9, "vocab_size": 256, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+            "shared_expert_intermediate_size": 96, "n_shared_experts": 1, "n_group": if matches!(self, Self::Glm4Moe) { 2 } else { 1 },
+            "topk_group": if top_k > 2 { 2 } else { 1 }, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": true, "sliding_window": 9, "vocab_size": 256, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
             "rope_scaling": {"rope_type": "default"}, "hidden_act": "silu", "tie_word_embeddings": true,
         });
         ModelShape::parse(&config.to_string(), "config.json".as_ref()).expect("the suite's own model")
@@ -215,14 +222,14 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
         report.case(&format!("training/losses in {dtype}"), || losses(subject, &shape(), dtype, ""));
         report.case(&format!("training/losses in {dtype}, several documents a row"), || losses(subject, &shape(), dtype, PACKED));
         report.case(&format!("training/losses in {dtype}, few trained rows"), || losses(subject, &shape(), dtype, TRAINED_ROWS));
-        for family in [Experts::Qwen3Moe, Experts::GptOss] {
+        for family in Experts::ALL {
             report.case(&format!("training/losses of {family:?} in {dtype}"), || losses(subject, &family.shape(4), dtype, ""));
         }
     }
     for variant in variants() {
         report.case(&format!("training/digests {}", variant.name), || digests(subject, &shape(), &variant));
     }
-    for family in [Experts::Qwen3Moe, Experts::GptOss] {
+    for family in Experts::ALL {
         let variant = Variant { name: "", common: "", speculating: RESIDENT_AND_CAST, clip: Clip::Sometimes, skips: false };
         report.case(&format!("training/digests of {family:?}"), || digests(subject, &family.shape(2), &variant));
     }

@@ -48,17 +48,57 @@ impl Kernel for RouterLogits {
     }
 }
 
-/// Rule for the weights of a token's experts. The experts have the largest logits in both cases; among equal logits the first come first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Rule for the choice and the weights of a token's experts. A softmax chooses the experts with the largest logits. Among equal ones the first
+/// come first.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RouterRule {
     /// The softmax of the chosen logits, which equals the softmax of all logits divided by its sum over the chosen ones.
     Chosen,
     /// The softmax of all logits, at the chosen ones.
     All,
+    Sigmoid(SigmoidRule),
+}
+
+/// Each expert has a score, the sigmoid of its logit. A token takes the experts with the largest sums of score and correction, within the
+/// groups of experts whose two largest such sums add up to most (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). The weights are the scores
+/// without correction.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SigmoidRule {
+    /// Number of groups of consecutive experts.
+    pub groups: usize,
+    /// Groups that a token may choose from.
+    pub top_groups: usize,
+    /// Whether the scores are divided by their sum over the chosen experts.
+    pub renormalised: bool,
+    /// Factor on the weights.
+    pub scale: f32,
+}
+
+impl SigmoidRule {
+    /// Most groups: a lane of a warp finds the sum of each.
+    pub(crate) const GROUPS_MAX: usize = 32;
+    /// Added to the sum of scores by which weights are divided.
+    pub(crate) const SUM_LEAST: f32 = 1e-20;
+
+    /// The sigmoid at the choice's logit alone: a gate.
+    pub(crate) const GATE: Self = Self { groups: 1, top_groups: 1, renormalised: false, scale: 1.0 };
+
+    /// Experts of a group.
+    pub(crate) fn group(&self, experts: usize) -> usize {
+        experts / self.groups
+    }
+
+    /// Whether a token can choose `top_k` experts within its groups.
+    pub fn allows(&self, experts: usize, top_k: usize) -> bool {
+        let Self { groups, top_groups, .. } = *self;
+        let divides = (1..=Self::GROUPS_MAX).contains(&groups) && experts.is_multiple_of(groups);
+        let two_each = groups == 1 || self.group(experts) >= 2;
+        divides && two_each && (1..=groups).contains(&top_groups) && top_k <= top_groups * self.group(experts)
+    }
 }
 
 /// Sizes of a routing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RouteShape {
     pub tokens: usize,
     pub experts: usize,
@@ -75,19 +115,22 @@ impl RouteShape {
 
     fn check(&self, kernel: &'static str) -> Result<()> {
         check_experts(kernel, self.experts)?;
-        let Self { top_k, experts, .. } = *self;
-        if (1..=experts).contains(&top_k) && i32::try_from(self.rows()).is_ok() {
+        let Self { top_k, experts, rule, .. } = *self;
+        let groups_fit = if let RouterRule::Sigmoid(rule) = rule { rule.allows(experts, top_k) } else { true };
+        if (1..=experts).contains(&top_k) && groups_fit && i32::try_from(self.rows()).is_ok() {
             return Ok(());
         }
         Err(refused(kernel, format!("{self:?} makes no sense")))
     }
 }
 
-/// Chooses `top_k` experts for every token, the largest logit first.
+/// Chooses `top_k` experts for every token, the largest logit, or corrected score, first.
 #[derive(Clone, Copy, Debug)]
 pub struct Route {
     /// fp32 `[T, experts]`
     pub logits: DeviceSlice,
+    /// With [`RouterRule::Sigmoid`]: `[3, experts]`, whose columns add up to the correction of each expert.
+    pub correction: Option<DeviceSlice>,
     /// int32 `[T, k]`
     pub experts: DeviceSlice,
     /// fp32 `[T, k]`
@@ -99,14 +142,24 @@ impl Kernel for Route {
     const NAME: &'static str = "route";
 
     fn check_shape(&self) -> Result<()> {
+        if self.correction.is_some() && !matches!(self.shape.rule, RouterRule::Sigmoid(_)) {
+            return Err(refused(Self::NAME, "a softmax has no correction".into()));
+        }
         self.shape.check(Self::NAME)
     }
 
     fn operands(&self) -> impl AsRef<[Operand]> {
         let (n, rows) = (self.shape.tokens * self.shape.experts, self.shape.rows());
-        operands![self; Read logits[n] Float32, Write experts[rows] Int32, Write weights[rows] Float32]
+        operands![
+            self;
+            Read logits[n] Float32, Write experts[rows] Int32, Write weights[rows] Float32;
+            Read correction[CORRECTION_PARTS * self.shape.experts],
+        ]
     }
 }
+
+/// Parts of a correction: as many 16-bit floats hold every bit of a 32-bit one.
+pub const CORRECTION_PARTS: usize = 3;
 
 /// Orders the choices by expert, then by token, so that the rows of an expert are contiguous and in the order of their tokens.
 #[derive(Clone, Copy, Debug)]

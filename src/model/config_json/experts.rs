@@ -2,10 +2,10 @@
 
 use super::check_activation;
 use super::keys::{Keys, SIZE_MAX};
-use crate::device::{EXPERTS_MAX, ExpertActivation, RouterRule};
+use crate::device::{EXPERTS_MAX, ExpertActivation, RouterRule, SigmoidRule};
 use crate::error::Result;
-use crate::model::family::{FamilySpec, MoeSpec};
-use crate::model::layer_shape::{Ffn, Mlp, Moe};
+use crate::model::family::{ExpertLayers, FamilySpec, MoeSpec, SharedWidth};
+use crate::model::layer_shape::{Ffn, Mlp, Moe, SharedExpertShape};
 use serde_json::Value;
 
 /// Maximum experts of all layers together, because each has its own tensor names in the files.
@@ -21,9 +21,10 @@ pub(super) fn mlps(keys: &Keys, spec: &FamilySpec, layers: usize, dense: impl Fn
 }
 
 fn moe(keys: &Keys, spec: &FamilySpec, moe_spec: &MoeSpec, layers: usize) -> Result<Moe> {
-    refuse_unsupported(keys)?;
+    refuse_unsupported(keys, moe_spec)?;
     check_activation(keys, spec)?;
-    let key = if keys.get("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
+    let names = ["num_experts", "n_routed_experts"];
+    let key = names.into_iter().find(|key| keys.get(key).is_some()).unwrap_or("num_local_experts");
     let experts = keys.count(key, EXPERTS_MAX)?;
     if experts * layers > ALL_EXPERTS_MAX {
         return Err(keys.bad(key, format_args!("{experts} in each of {layers} layers are more than {ALL_EXPERTS_MAX}")));
@@ -34,9 +35,41 @@ fn moe(keys: &Keys, spec: &FamilySpec, moe_spec: &MoeSpec, layers: usize) -> Res
     }
     let biased = moe_spec.is_gpt_oss;
     let ffn = Ffn { width: keys.count(moe_spec.width, SIZE_MAX)?, act: spec.act, bias: biased };
-    let rule = if keys.rule(moe_spec.renormalised)? { RouterRule::Chosen } else { RouterRule::All };
+    let rule = match (moe_spec.sigmoid, keys.rule(moe_spec.renormalised)?) {
+        (true, renormalised) => RouterRule::Sigmoid(sigmoid(keys, (experts, top_k), renormalised)?),
+        (false, true) => RouterRule::Chosen,
+        (false, false) => RouterRule::All,
+    };
     let activation = if moe_spec.is_gpt_oss { clamped(keys)? } else { ExpertActivation::Swiglu };
-    Ok(Moe { experts, top_k, ffn, activation, rule, router_bias: biased })
+    let shared = moe_spec.shared.map_or(Ok(None), |width| shared(keys, moe_spec, width, ffn.width))?;
+    Ok(Moe { experts, top_k, ffn, activation, rule, router_bias: biased, corrected: moe_spec.sigmoid, shared })
+}
+
+/// The choice by groups of experts, and the weights.
+fn sigmoid(keys: &Keys, (experts, top_k): (usize, usize), renormalised: bool) -> Result<SigmoidRule> {
+    let groups = keys.count_or("n_group", 1, SigmoidRule::GROUPS_MAX)?;
+    let top_groups = keys.count_or("topk_group", 1, groups)?;
+    let scale = keys.number("routed_scaling_factor", Some(1.0), 1e-6, 1e6)? as f32;
+    let rule = SigmoidRule { groups, top_groups, renormalised, scale };
+    if rule.allows(experts, top_k) {
+        return Ok(rule);
+    }
+    Err(keys.bad("n_group", format_args!("{groups} groups of {experts} experts, of which {top_groups} give {top_k} experts to a token")))
+}
+
+fn shared(keys: &Keys, moe_spec: &MoeSpec, width: SharedWidth, of_expert: usize) -> Result<Option<SharedExpertShape>> {
+    let width = match width {
+        SharedWidth::Key(key) => keys.count(key, SIZE_MAX)?,
+        SharedWidth::Times(key) => {
+            let width = of_expert.saturating_mul(keys.count(key, SIZE_MAX)?);
+            if width > SIZE_MAX {
+                return Err(keys.bad(key, format_args!("shared experts of {width} columns are wider than {SIZE_MAX}")));
+            }
+            width
+        }
+    };
+    let gated = moe_spec.names.shared.as_ref().is_some_and(|names| names.gate.is_some());
+    Ok(Some(SharedExpertShape { width, gated }))
 }
 
 fn clamped(keys: &Keys) -> Result<ExpertActivation> {
@@ -45,9 +78,9 @@ fn clamped(keys: &Keys) -> Result<ExpertActivation> {
 }
 
 /// Rejects options that would change the arithmetic of a router.
-fn refuse_unsupported(keys: &Keys) -> Result<()> {
+fn refuse_unsupported(keys: &Keys, spec: &MoeSpec) -> Result<()> {
     let jitter = keys.get("router_jitter_noise").filter(|value| value.as_f64() != Some(0.0));
-    let groups = keys.get("n_group").filter(|value| value.as_u64() != Some(1));
+    let groups = keys.get("n_group").filter(|value| !spec.sigmoid && value.as_u64() != Some(1));
     let clip = keys.get("clip_qkv");
     let found = [("router_jitter_noise", jitter), ("n_group", groups), ("clip_qkv", clip)];
     if let Some((key, value)) = found.into_iter().find_map(|(key, value)| Some((key, value?))) {
@@ -63,11 +96,23 @@ fn refuse_unsupported(keys: &Keys) -> Result<()> {
     }
 }
 
-/// Layers with experts: all layers, or every n-th layer except the listed ones.
+/// Whether each layer has experts.
 fn sparse_layers(keys: &Keys, spec: &MoeSpec, layers: usize) -> Result<Vec<bool>> {
-    if !spec.mixes_layers {
-        return Ok(vec![true; layers]);
+    match spec.layers {
+        ExpertLayers::All => Ok(vec![true; layers]),
+        ExpertLayers::ByStep => layers_by_step(keys, layers),
+        ExpertLayers::From(key, default) => {
+            let first = if keys.get(key).is_some() { keys.whole(key)? } else { default };
+            if first >= layers {
+                return Err(keys.bad(key, "no layer has experts"));
+            }
+            Ok((0..layers).map(|layer| layer >= first).collect())
+        }
     }
+}
+
+/// Every n-th layer except the listed ones.
+fn layers_by_step(keys: &Keys, layers: usize) -> Result<Vec<bool>> {
     let step = keys.count_or("decoder_sparse_step", 1, SIZE_MAX)?;
     let mut sparse: Vec<bool> = (0..layers).map(|layer| (layer + 1).is_multiple_of(step)).collect();
     let expected = "a list of layers";

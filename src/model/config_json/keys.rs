@@ -148,7 +148,7 @@ impl<'a> Keys<'a> {
 
     /// Rejects features that would change the arithmetic without changing the architecture's name.
     pub(super) fn refuse_unsupported(&self, spec: &FamilySpec) -> Result<()> {
-        let experts: &[&str] = if spec.moe.is_some() { &[] } else { &["num_local_experts", "num_experts"] };
+        let experts: &[&str] = if spec.moe.is_some() { &[] } else { &["num_local_experts", "num_experts", "n_routed_experts"] };
         let quantized = self.get("quantization_config").and_then(|config| config.get("quant_method"));
         let is_read = spec.moe.as_ref().is_some_and(|moe| moe.is_gpt_oss) && quantized.is_some_and(|method| method == "mxfp4");
         let bidirectional = "use_bidirectional_attention";

@@ -1,8 +1,8 @@
 //! Tests of accepted and rejected configurations.
 
 use super::*;
-use crate::device::RouterRule;
-use crate::model::layer_shape::{NormKind, QkSpan};
+use crate::device::{RouterRule, SigmoidRule};
+use crate::model::layer_shape::{NormKind, QkSpan, SharedExpertShape};
 use crate::model::shape::{RopeConfig, RopeScaling};
 use proptest::prelude::*;
 use serde_json::json;
@@ -104,6 +104,50 @@ fn experts_match_the_family_s_row() {
     assert!(error(experts("GptOssForCausalLM", json!({}))).contains("rope_scaling: missing"));
     let many = json!({"num_hidden_layers": 100, "num_experts": 1000});
     assert!(error(experts("Qwen3MoeForCausalLM", many)).contains("65536"));
+}
+
+#[test]
+fn shared_experts_and_sigmoid_routers_match_the_family_s_row() {
+    let glm = |changes: Value| {
+        let mut all = json!({"num_experts": null, "n_routed_experts": 8, "n_shared_experts": 2});
+        changes.as_object().into_iter().flatten().for_each(|(key, value)| all[key] = value.clone());
+        experts("Glm4MoeForCausalLM", all)
+    };
+    let moe = |shape: &ModelShape| shape.layers[1].mlp.moe().unwrap();
+    let shape = glm(json!({"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": true})).unwrap();
+    let rule = SigmoidRule { groups: 4, top_groups: 2, renormalised: true, scale: 2.5 };
+    assert_eq!((moe(&shape).rule, moe(&shape).corrected), (RouterRule::Sigmoid(rule), true));
+    assert_eq!(moe(&shape).shared, Some(SharedExpertShape { width: 24, gated: false }));
+    assert_eq!(shape.layers.iter().map(|layer| layer.mlp.moe().is_some()).collect::<Vec<_>>(), [false, true, true]);
+    assert_eq!((shape.layers[0].attn.qk_norm, shape.ropes[0].rotary_dim), (Some(QkSpan::Head), 4));
+    assert_eq!(glm(json!({})).unwrap().layers[0].attn.qk_norm, None);
+    for (key, value, cause) in [
+        ("n_group", json!(3), "3 groups of 8 experts"),
+        ("n_group", json!(8), "8 groups of 8 experts"),
+        ("n_group", json!(64), "outside 1 to 32"),
+        ("topk_group", json!(2), "outside 1 to 1"),
+        ("first_k_dense_replace", json!(3), "no layer has experts"),
+        ("n_shared_experts", json!(1 << 23), "wider"),
+        ("n_shared_experts", json!(null), "expected a whole number"),
+        ("routed_scaling_factor", json!(0), "outside"),
+    ] {
+        let message = error(glm(json!({key: value})));
+        assert!(message.contains(key) || message.contains("n_group"), "{key} = {value}: {message}");
+        assert!(message.contains(cause), "{key} = {value}: {message}");
+    }
+    let qwen2 = |changes: Value| {
+        let mut all = json!({"shared_expert_intermediate_size": 20});
+        changes.as_object().into_iter().flatten().for_each(|(key, value)| all[key] = value.clone());
+        experts("Qwen2MoeForCausalLM", all)
+    };
+    let shape = qwen2(json!({})).unwrap();
+    assert_eq!((moe(&shape).rule, moe(&shape).corrected), (RouterRule::All, false));
+    assert_eq!(moe(&shape).shared, Some(SharedExpertShape { width: 20, gated: true }));
+    assert!(error(qwen2(json!({"n_group": 2}))).contains("n_group"));
+    assert_eq!(windows_of(qwen2(json!({"use_sliding_window": true, "max_window_layers": 2}))), [Some(4096), None, None]);
+    assert_eq!(windows_of(qwen2(json!({"use_sliding_window": true, "max_window_layers": 3}))), [Some(4096), None, Some(4096)]);
+    let dots = json!({"n_shared_experts": 1, "max_window_layers": 1, "sliding_window": 5});
+    assert_eq!(windows_of(experts("Dots1ForCausalLM", dots)), [None, Some(5), Some(5)]);
 }
 
 #[test]

@@ -50,6 +50,10 @@ fn pattern(keys: &Keys, pattern: Pattern, layers: usize) -> Result<Vec<bool>> {
             let full = keys.whole(key)?;
             Ok((0..layers).map(|layer| layer >= full).collect())
         }
+        Pattern::EveryOtherBefore(key) => {
+            let end = keys.whole(key)?;
+            Ok((0..layers).map(|layer| layer.is_multiple_of(2) && layer < end).collect())
+        }
         Pattern::NotEvery(n) => {
             let n = keys.count_or("sliding_window_pattern", n, INDEX_MAX)?;
             Ok((1..=layers).map(|number| !number.is_multiple_of(n)).collect())

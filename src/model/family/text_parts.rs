@@ -5,8 +5,8 @@
 //! them, in any division of the channels.
 
 use super::{
-    ExpertFiles, FamilySpec, GEMMA_NAMES, GEMMA3, LLAMA_EXPERTS, LLAMA_NAMES, MINISTRAL3, MISTRAL, MoeNames, MoeSpec, Names, Orientation,
-    Presence, QWEN2, QWEN3, QWEN3_MOE, STACKED, WindowRule,
+    ExpertFiles, ExpertLayers, FamilySpec, GEMMA_NAMES, GEMMA3, LLAMA_EXPERTS, LLAMA_NAMES, MINISTRAL3, MISTRAL, MoeNames, MoeSpec, Names,
+    Orientation, Presence, QWEN2, QWEN3, QWEN3_MOE, STACKED, WindowRule,
 };
 use crate::model::text_part::{Layout, TextPart};
 
@@ -169,7 +169,9 @@ pub(super) static ROWS: [FamilySpec; 6] = [
             names: MoeNames { files: ExpertFiles::Stacked(STACKED, Orientation::ByShape), ..LLAMA_EXPERTS },
             width: "moe_intermediate_size",
             renormalised: Presence::Always,
-            mixes_layers: true,
+            layers: ExpertLayers::ByStep,
+            sigmoid: false,
+            shared: None,
             is_gpt_oss: false,
         }),
         text_part: Some(TextPart {

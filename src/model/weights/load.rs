@@ -2,9 +2,11 @@
 
 use super::mxfp4;
 use super::safetensors::{TensorFile, UniqueMap};
+use crate::device::CORRECTION_PARTS;
 use crate::disk::{self, is_plain_file_name};
 use crate::dtype::{Element, first_nonfinite};
 use crate::error::{Error, Result};
+use crate::model::correction;
 use crate::model::family::Names;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{HfPart, TensorSpec, TensorTable};
@@ -27,6 +29,9 @@ const _: () = assert!(2 * BLOCK_ELEMS <= PIECE_ELEMS);
 const STRIP_ELEMS: usize = if cfg!(test) { 300 } else { PIECE_ELEMS - BLOCK_ELEMS };
 /// Bytes read at once, a multiple of every element size, so that data are widened while they are in the cache.
 const READ_BYTES: usize = if cfg!(test) { 64 } else { 256 << 10 };
+/// Remedy for layers behind the last one that the configuration counts.
+const BEYOND_REMEDY: &str =
+    "; they predict further tokens (MTP) and are not trained: save the model with save_pretrained of transformers, which leaves them out";
 /// Suffixes of the two tensors that hold a tensor in MXFP4: blocks and scales.
 const PACKED_SUFFIXES: [&str; 2] = ["_blocks", "_scales"];
 /// Suffixes of buffers that old versions of `transformers` saved with the weights.
@@ -213,10 +218,20 @@ impl ModelWeights {
         match (missing.len(), unexpected.len()) {
             (0, 0) => Ok(()),
             (0, n) => {
-                Err(Error::format(path, format_args!("{n} tensors that the model does not have: {}", listed(unexpected.iter().copied()))))
+                let remedy = if unexpected.iter().all(|name| self.is_beyond_the_last_layer(name)) { BEYOND_REMEDY } else { "" };
+                let names = listed(unexpected.iter().copied());
+                Err(Error::format(path, format_args!("{n} tensors that the model does not have: {names}{remedy}")))
             }
             (n, _) => Err(Error::format(path, format_args!("{n} tensors are missing: {}", listed(missing.iter().map(String::as_str))))),
         }
+    }
+
+    /// Whether `name` is of a layer that the configuration does not count.
+    fn is_beyond_the_last_layer(&self, name: &str) -> bool {
+        let Names { prefix, layers, .. } = self.names();
+        let of_layer = name.strip_prefix(prefix).and_then(|name| name.strip_prefix(layers)).and_then(|name| name.strip_prefix('.'));
+        let number = of_layer.and_then(|name| name.split('.').next()?.parse::<usize>().ok());
+        number.is_some_and(|number| number >= self.shape.layers.len())
     }
 
     /// All tensors in the order of the files.
@@ -328,6 +343,7 @@ impl Reader {
         let (cols, first) = (spec.row_elems(), spec.offset_elems + part.row_start * spec.row_elems());
         let elems = part.rows * cols;
         match source {
+            PartSource::Plain(tensor) if part.split => self.read_split(tensor, (first, elems), write),
             PartSource::Plain(tensor) if part.transposed => self.read_transposed(part, tensor, (first, cols), write),
             PartSource::Plain(tensor) => {
                 self.read_in_order(first, elems, write, |reader, start| tensor.read(start, &mut reader.raw, &mut reader.block))
@@ -336,6 +352,23 @@ impl Reader {
                 self.read_in_order(first, elems, write, |reader, start| reader.unpack(blocks, scales, start))
             }
         }
+    }
+
+    /// Reads a correction of few elements, which the table has in parts.
+    fn read_split(
+        &mut self,
+        source: LocatedTensor<'_>,
+        (first, elems): (usize, usize),
+        write: &mut impl FnMut(usize, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        self.strip.resize(elems, 0.0);
+        source.read(0, &mut self.raw, &mut self.strip)?;
+        for part in 0..CORRECTION_PARTS {
+            self.block.clear();
+            self.block.extend(self.strip.iter().map(|&x| correction::split(x)[part]));
+            write(first + part * elems, &self.block)?;
+        }
+        Ok(())
     }
 
     /// Reads a source in the table's order of elements; `fill` fills the block from a given element on.

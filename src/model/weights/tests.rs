@@ -5,6 +5,7 @@ use crate::checkpoint::tests::{TensorSource, save};
 use crate::checkpoint::{SavedLossScale, Scheduler, TrainerState, open, verify};
 use crate::disk::faults::{self, Mode};
 use crate::dtype::{Dtype, Element};
+use crate::model::correction;
 use crate::model::family::Family;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, Role, TensorTable};
@@ -36,6 +37,7 @@ fn config(architecture: &str) -> Value {
             "architectures": [architecture], "vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 32, "rms_norm_eps": 1e-6,
             "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "rope_scaling": {"rope_type": "default"},
+            "n_shared_experts": 1, "shared_expert_intermediate_size": 14, "max_window_layers": 2, "partial_rotary_factor": 1.0,
         }),
         _ => json!({
             "architectures": [architecture], "vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
@@ -65,7 +67,16 @@ fn model(config: &Value) -> Model {
     let mut rng = ChaCha8Rng::seed_from_u64(1);
     let mut flat = vec![7.0; table.flat_elems()];
     for spec in table.specs() {
-        flat[spec.range()].fill_with(|| f32::from_bits(rng.next_u32() & !(1 << 30)));
+        let mut value = || f32::from_bits(rng.next_u32() & !(1 << 30));
+        match spec.parts().find(|part| part.split) {
+            None => flat[spec.range()].fill_with(value),
+            Some(HfPart { rows, .. }) => {
+                for expert in 0..rows {
+                    let parts = correction::split(value());
+                    parts.iter().zip((spec.offset_elems + expert..).step_by(rows)).for_each(|(part, at)| flat[at] = *part);
+                }
+            }
+        }
     }
     Model { shape, table, files: vec![(CONFIG.into(), text.into()), ("tokenizer.json".into(), b"{}".to_vec())], flat }
 }
@@ -150,6 +161,21 @@ fn every_family_comes_back_to_the_bit_and_exports_to_the_same_files() {
             }
         }
     }
+}
+
+#[test]
+fn corrections_are_exported_in_fp32_and_layers_of_further_predictions_are_refused_with_a_remedy() {
+    let (_dir, out, model) = exported("Glm4MoeForCausalLM", Options { dtype: Some(Dtype::Bfloat16), ..Options::default() });
+    let correction = "model.layers.1.mlp.gate.e_score_correction_bias";
+    edit(&out, |tensors| {
+        assert!(tensors.iter().all(|(name, dtype, ..)| (*dtype == FileDtype::F32) == (name == correction)), "{tensors:?}");
+        let one = find(tensors, correction).clone();
+        tensors.push(("model.layers.2.enorm.weight".into(), one.1, one.2, one.3));
+    });
+    assert_error(model.load(&out), &["1 tensors that the model does not have: \"model.layers.2.enorm.weight\"", "save_pretrained"]);
+    edit(&out, |tensors| find(tensors, "model.layers.2.enorm.weight").0 = "model.layers.1.enorm.weight".into());
+    let message = model.load(&out).unwrap_err().to_string();
+    assert!(message.contains("enorm") && !message.contains("save_pretrained"), "{message}");
 }
 
 #[test]

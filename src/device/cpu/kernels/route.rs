@@ -2,12 +2,14 @@
 
 use super::arithmetic::CpuArithmetic;
 use super::isa::vectorised;
-use super::math::exp;
+use super::math::{exp, sigmoid};
 use super::matmul::matmul;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK, SUMS};
 use crate::device::cpu::task_memory::TaskMemory;
-use crate::device::{Combine, Dispatch, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments};
+use crate::device::{
+    Combine, Dispatch, EXPERTS_MAX, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments, SigmoidRule,
+};
 use crate::dtype::Element;
 
 /// Partial sums of a sum over all experts: one for each lane of a warp, so that a GPU gives the same bits.
@@ -22,32 +24,82 @@ impl CpuArithmetic for RouterLogits {
 
 impl CpuArithmetic for Route {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
-        route(cx, self.shape, memory.read(self.logits), memory.write(self.experts), memory.write(self.weights));
+        let correction = self.correction.map(|parts| memory.read::<T>(parts));
+        route(cx, self.shape, (memory.read(self.logits), correction), memory.write(self.experts), memory.write(self.weights));
     }
 }
 
 /// See [`Route`].
-pub(crate) fn route(cx: &mut Compute, shape: RouteShape, logits: &[f32], experts: &mut [i32], weights: &mut [f32]) {
+pub(crate) fn route<T: Element>(
+    cx: &mut Compute,
+    shape: RouteShape,
+    (logits, correction): (&[f32], Option<&[T]>),
+    experts: &mut [i32],
+    weights: &mut [f32],
+) {
     let RouteShape { experts: count, top_k, rule, .. } = shape;
     let parts = (Chunks::new(experts, ROW_BLOCK * top_k), Chunks::new(weights, ROW_BLOCK * top_k));
     cx.team.for_each(parts, |block, (experts, weights)| {
         let logits = logits[block * ROW_BLOCK * count..].chunks_exact(count);
         let rows = experts.chunks_exact_mut(top_k).zip(weights.chunks_exact_mut(top_k));
         for (logits, (experts, weights)) in logits.zip(rows) {
-            choose(logits, experts);
-            weigh(rule, logits, experts, weights);
+            match rule {
+                RouterRule::Sigmoid(rule) => {
+                    choose_by_score(rule, logits, correction, experts);
+                    weigh_by_score(rule, logits, experts, weights);
+                }
+                RouterRule::Chosen | RouterRule::All => {
+                    choose(logits, |_| true, experts);
+                    weigh(rule, logits, experts, weights);
+                }
+            }
         }
     });
 }
 
-/// Selects the experts with the largest logits. NaN ranks below all numbers, so the chosen experts are distinct whatever the logits are.
-fn choose(logits: &[f32], experts: &mut [i32]) {
+/// Selects the experts with the largest `keys`, of those that are `allowed`. NaN ranks below all numbers, so the chosen experts are distinct
+/// whatever the keys are.
+fn choose(keys: &[f32], allowed: impl Fn(usize) -> bool, experts: &mut [i32]) {
     let mut last = u64::MAX;
     for expert in experts {
-        let places = logits.iter().zip(0u32..).map(|(&logit, index)| u64::from(order(logit)) << 32 | u64::from(!index));
+        let places = keys.iter().zip(0u32..).filter(|(_, index)| allowed(*index as usize));
+        let places = places.map(|(&key, index)| u64::from(order(key)) << 32 | u64::from(!index));
         last = places.filter(|place| *place < last).max().unwrap_or(0);
         *expert = !(last as u32) as i32;
     }
+}
+
+/// Selects experts by [`SigmoidRule`].
+fn choose_by_score<T: Element>(rule: SigmoidRule, logits: &[f32], correction: Option<&[T]>, experts: &mut [i32]) {
+    let count = logits.len();
+    let mut keys = [0.0f32; EXPERTS_MAX];
+    for (expert, (key, logit)) in keys.iter_mut().zip(logits).enumerate() {
+        let part = |parts: &[T], part: usize| parts[part * count + expert].to_f32();
+        let correction = correction.map_or(0.0, |parts| part(parts, 0) + part(parts, 1) + part(parts, 2));
+        *key = sigmoid(*logit) + correction;
+    }
+    let (keys, group) = (&keys[..count], rule.group(count));
+    if rule.top_groups == rule.groups {
+        return choose(keys, |_| true, experts);
+    }
+    let mut sums = [0.0f32; SigmoidRule::GROUPS_MAX];
+    for (sum, keys) in sums.iter_mut().zip(keys.chunks_exact(group)) {
+        let mut best = [0; 2];
+        choose(keys, |_| true, &mut best);
+        *sum = keys[best[0] as usize] + keys[best[1] as usize];
+    }
+    let mut groups = [-1; SigmoidRule::GROUPS_MAX];
+    choose(&sums[..rule.groups], |_| true, &mut groups[..rule.top_groups]);
+    choose(keys, |expert| groups.contains(&((expert / group) as i32)), experts);
+}
+
+fn weigh_by_score(rule: SigmoidRule, logits: &[f32], experts: &[i32], weights: &mut [f32]) {
+    weights.iter_mut().zip(experts).for_each(|(weight, &expert)| *weight = sigmoid(logits[expert as usize]));
+    if rule.renormalised {
+        let sum = weights.iter().fold(0.0, |sum, weight| sum + weight) + SigmoidRule::SUM_LEAST;
+        weights.iter_mut().for_each(|weight| *weight /= sum);
+    }
+    weights.iter_mut().for_each(|weight| *weight *= rule.scale);
 }
 
 /// Maps floats to integers of the same order: both zeros are equal, and NaN is the least.
@@ -60,13 +112,12 @@ fn order(x: f32) -> u32 {
     }
 }
 
+/// Weights by a softmax.
 fn weigh(rule: RouterRule, logits: &[f32], experts: &[i32], weights: &mut [f32]) {
     let largest = logits[experts[0] as usize];
     weights.iter_mut().zip(experts).for_each(|(weight, &expert)| *weight = exp(logits[expert as usize] - largest));
-    let sum = match rule {
-        RouterRule::Chosen => weights.iter().fold(0.0, |sum, weight| sum + weight),
-        RouterRule::All => exp_sum(logits, largest),
-    };
+    let of_all = rule == RouterRule::All;
+    let sum = if of_all { exp_sum(logits, largest) } else { weights.iter().fold(0.0, |sum, weight| sum + weight) };
     weights.iter_mut().for_each(|weight| *weight /= sum);
 }
 
@@ -203,6 +254,10 @@ pub(crate) fn router_backward<T: Element>(cx: &mut Compute, shape: RouteShape, c
             let mean = (0..top_k).fold(0.0f32, |sum, j| weights[j].mul_add(gradient(j), sum));
             match rule {
                 RouterRule::Chosen => dlogits.fill(T::from_f32(0.0)),
+                RouterRule::Sigmoid(rule) => {
+                    scores_backward(rule, &choices.logits[token * count..][..count], experts, (gradient, mean), dlogits);
+                    continue;
+                }
                 RouterRule::All => {
                     let logits = &choices.logits[token * count..][..count];
                     let largest = logits[experts[0] as usize];
@@ -215,6 +270,28 @@ pub(crate) fn router_backward<T: Element>(cx: &mut Compute, shape: RouteShape, c
             }
         }
     });
+}
+
+/// The gradient of the logits of [`SigmoidRule`]; `mean` is the sum of the products of weights and their gradients.
+fn scores_backward<T: Element>(
+    rule: SigmoidRule,
+    logits: &[f32],
+    experts: &[i32],
+    (gradient, mean): (impl Fn(usize) -> f32, f32),
+    dlogits: &mut [T],
+) {
+    let score = |expert: i32| sigmoid(logits[expert as usize]);
+    let (sum, mean) = if rule.renormalised {
+        (experts.iter().fold(0.0, |sum, &expert| sum + score(expert)) + SigmoidRule::SUM_LEAST, mean)
+    } else {
+        (1.0, 0.0)
+    };
+    dlogits.fill(T::from_f32(0.0));
+    for (j, &expert) in experts.iter().enumerate() {
+        let score = score(expert);
+        let dscore = rule.scale.mul_add(gradient(j), -mean) / sum;
+        dlogits[expert as usize] = T::from_f32(dscore * (score * (1.0 - score)));
+    }
 }
 
 impl CpuArithmetic for RouterBalance {
@@ -267,18 +344,32 @@ mod tests {
     }
 
     fn run(cx: &mut Compute, shape: RouteShape, logits: &[f32]) -> (Vec<i32>, Vec<f32>) {
+        corrected(cx, shape, logits, None)
+    }
+
+    fn corrected(cx: &mut Compute, shape: RouteShape, logits: &[f32], correction: Option<&[f32]>) -> (Vec<i32>, Vec<f32>) {
         let (mut experts, mut weights) = (vec![-1; shape.rows()], vec![f32::NAN; shape.rows()]);
-        route(cx, shape, logits, &mut experts, &mut weights);
+        route(cx, shape, (logits, correction), &mut experts, &mut weights);
         (experts, weights)
+    }
+
+    fn scores(groups: usize, top_groups: usize, renormalised: bool, scale: f32) -> RouterRule {
+        RouterRule::Sigmoid(SigmoidRule { groups, top_groups, renormalised, scale })
     }
 
     /// Weights of the chosen experts in f64.
     fn reference(shape: RouteShape, logits: &[f64], experts: &[i32]) -> Vec<f64> {
         let of = |token: usize| {
             let logits = &logits[token * shape.experts..][..shape.experts];
-            let chosen: Vec<f64> = experts[token * shape.top_k..][..shape.top_k].iter().map(|&e| logits[e as usize].exp()).collect();
+            let experts = &experts[token * shape.top_k..][..shape.top_k];
+            if let RouterRule::Sigmoid(rule) = shape.rule {
+                let chosen: Vec<f64> = experts.iter().map(|&e| 1.0 / (1.0 + (-logits[e as usize]).exp())).collect();
+                let sum = if rule.renormalised { chosen.iter().sum() } else { 1.0 };
+                return chosen.into_iter().map(|chosen| f64::from(rule.scale) * chosen / sum).collect();
+            }
+            let chosen: Vec<f64> = experts.iter().map(|&e| logits[e as usize].exp()).collect();
             let sum: f64 = if shape.rule == Chosen { chosen.iter().sum() } else { logits.iter().map(|l| l.exp()).sum() };
-            chosen.into_iter().map(move |chosen| chosen / sum).collect::<Vec<_>>()
+            chosen.into_iter().map(|chosen| chosen / sum).collect::<Vec<_>>()
         };
         (0..shape.tokens).flat_map(of).collect()
     }
@@ -286,7 +377,7 @@ mod tests {
     #[test]
     fn the_largest_logits_are_chosen_in_their_order_and_weighed() {
         for (tokens, experts, top_k) in [(1, 1, 1), (1, 8, 2), (TOKENS, COUNT, 5), (3, COUNT, COUNT), (65, 128, 8)] {
-            for rule in [Chosen, All] {
+            for rule in [Chosen, All, scores(1, 1, true, 2.5), scores(1, 1, false, 1.0)] {
                 let shape = shape(tokens, experts, top_k, rule);
                 let logits: Vec<f32> = values::<f32>(1, tokens * experts).iter().map(|x| 5.0 * x).collect();
                 let (chosen, weights) = run(&mut fastest(), shape, &logits);
@@ -309,6 +400,26 @@ mod tests {
         assert_eq!(chosen(&[f32::NAN; 4]), [0, 1, 2]);
         assert_eq!(chosen(&[f32::NAN, -1.0, f32::NEG_INFINITY, f32::INFINITY]), [3, 1, 2]);
         assert_eq!(chosen(&[f32::NAN, -f32::NAN, f32::NEG_INFINITY, 1.0]), [3, 2, 0]);
+    }
+
+    /// The correction moves the choice and not the weights; groups limit the choice.
+    #[test]
+    fn scores_are_corrected_and_chosen_within_the_best_groups() {
+        let logits = [2.0, -1.0, 0.5, 0.4, 0.3, 1.0, -3.0, -2.0];
+        let chosen = |rule, top_k, correction: Option<&[f32]>| corrected(&mut fastest(), shape(1, 8, top_k, rule), &logits, correction);
+        assert_eq!(chosen(scores(1, 1, true, 1.0), 3, None).0, [0, 5, 2]);
+        let mut parts = [0.0; 24];
+        (parts[7], parts[8 + 7], parts[16 + 6]) = (1.0, 0.5, 1.5);
+        let (experts, weights) = chosen(scores(1, 1, false, 2.0), 3, Some(&parts));
+        assert_eq!(experts, [7, 6, 0], "by sigmoid(-2) + 1.5, sigmoid(-3) + 1.5, sigmoid(2)");
+        assert_close("weights", &weights, &[-2.0f64, -3.0, 2.0].map(|l| 2.0 / (1.0 + (-l).exp())), 1e-6);
+        // Sums of two by groups of two: 1.15, 1.22, 1.31, 0.17.
+        assert_eq!(chosen(scores(4, 2, true, 1.0), 4, None).0, [5, 2, 3, 4]);
+        assert_eq!(chosen(scores(4, 1, true, 1.0), 2, None).0, [5, 4]);
+        assert_eq!(chosen(scores(4, 4, true, 1.0), 3, None).0, [0, 5, 2]);
+        let nan = [f32::NAN; 8];
+        let of_nan = corrected(&mut fastest(), shape(1, 8, 4, scores(4, 2, true, 1.0)), &nan, None);
+        assert_eq!(of_nan.0, [0, 1, 2, 3]);
     }
 
     fn sort(cx: &mut Compute, experts: &[i32], count: usize) -> [Vec<i32>; 3] {
@@ -382,7 +493,7 @@ mod tests {
     #[test]
     fn the_gradient_of_logits_is_the_slope() {
         for (experts, top_k) in [(1, 1), (7, 3), (7, 7), (COUNT, 4)] {
-            for rule in [Chosen, All] {
+            for rule in [Chosen, All, scores(1, 1, true, 2.5), scores(1, 1, false, 0.5)] {
                 let one = shape(1, experts, top_k, rule);
                 let logits: Vec<f32> = values::<f32>(5, experts).iter().map(|x| 3.0 * x).collect();
                 let (chosen, _) = run(&mut fastest(), one, &logits);
@@ -398,7 +509,7 @@ mod tests {
     #[test]
     fn threads_and_instruction_sets_change_no_bit_and_bf16_rounds_once() {
         let logits = values::<f32>(1, TOKENS * COUNT);
-        for rule in [Chosen, All] {
+        for rule in [Chosen, All, scores(1, 1, true, 2.5)] {
             let shape = shape(TOKENS, COUNT, 5, rule);
             assert_same_everywhere(|cx| bits(&backward::<bf16>(cx, shape, &logits)));
             assert_rounded("dlogits", &backward::<bf16>(&mut fastest(), shape, &logits), &backward::<f32>(&mut fastest(), shape, &logits));

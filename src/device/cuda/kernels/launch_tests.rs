@@ -230,7 +230,10 @@ fn experts(list: &mut List, r: &mut TestMemory, tokens: usize, cols: usize) -> R
     let (rows, n, width) = (shape.rows(), shape.rows() * cols, cols + 8);
     RouterLogits { x: r.x(tokens * cols), weight: r.x(10 * cols), bias: None, logits: r.f(tokens * 10), channels: cols }.enqueue(list)?;
     let (logits, chosen, weights) = (r.f(tokens * 10), r.i(rows), r.f(rows));
-    Route { logits, experts: chosen, weights, shape }.enqueue(list)?;
+    Route { logits, correction: None, experts: chosen, weights, shape }.enqueue(list)?;
+    let rule = SigmoidRule { groups: 5, top_groups: 2, renormalised: true, scale: 2.5 };
+    let by_score = RouteShape { rule: RouterRule::Sigmoid(rule), ..shape };
+    Route { logits, correction: Some(r.x(3 * 10)), experts: chosen, weights, shape: by_score }.enqueue(list)?;
     let (bounds, slots, entries) = (r.i(11), r.i(rows), r.i(rows));
     Segments { experts: chosen, bounds, slots, entries, shape }.enqueue(list)?;
     let mut product = |layout, a, b, c, accumulate| {
@@ -255,6 +258,7 @@ fn experts(list: &mut List, r: &mut TestMemory, tokens: usize, cols: usize) -> R
     ExpertBiasDot { dout: x, bias: r.x(10 * cols), experts: chosen, entries, dweights: r.f(rows), cols }.enqueue(list)?;
     let (dweights, dlogits) = (r.f(rows), r.x(tokens * 10));
     RouterBackward { logits, experts: chosen, weights, slots, dweights, dlogits, shape }.enqueue(list)?;
+    RouterBackward { logits, experts: chosen, weights, slots, dweights, dlogits, shape: by_score }.enqueue(list)?;
     RouterBalance { logits, experts: chosen, bounds, stride: 11, dlogits, factor: 0.5, shape }.enqueue(list)
 }
 

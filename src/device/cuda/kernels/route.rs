@@ -4,12 +4,14 @@ use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
 use super::grid::{WARP, rows_blocks};
 use crate::device::kernel::rows;
-use crate::device::{Combine, Dispatch, Kernel, Route, RouteShape, RouterBackward, RouterBalance, RouterRule, Segments, Stream};
+use crate::device::{
+    Combine, Dispatch, Kernel, Route, RouteShape, RouterBackward, RouterBalance, RouterRule, Segments, SigmoidRule, Stream,
+};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
     file: ptx_file!("generated/route.ptx"),
-    typed: &["dispatch", "dispatch_any", "combine", "combine_any", "router_backward", "router_balance"],
+    typed: &["dispatch", "dispatch_any", "combine", "combine_any", "router_backward", "router_balance", "route_scores", "scores_backward"],
     plain: &["route", "segment_counts", "segment_starts", "segment_rows"],
 };
 
@@ -20,10 +22,16 @@ const CHUNK: usize = 1024;
 
 impl GpuKernel for Route {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
-        let Self { logits, experts, weights, shape } = self;
-        let [tokens, count, top_k] = sizes(&shape)?;
+        let Self { logits, correction, experts, weights, shape } = self;
+        let ([tokens, count, top_k], grid) = (sizes(&shape)?, a_warp_each(&shape)?);
+        if let RouterRule::Sigmoid(rule) = shape.rule {
+            let SigmoidRule { groups, top_groups, renormalised, scale } = rule;
+            let groups = [size(groups)?, size(top_groups)?];
+            let args = args![logits, correction, experts, weights, tokens, count, top_k, groups[0], groups[1], renormalised, scale];
+            return queue.launch(Stream::Compute, "route_scores", Some(self.float_format()?), grid, args);
+        }
         let args = args![logits, experts, weights, tokens, count, top_k, shape.rule == RouterRule::All];
-        queue.launch(Stream::Compute, Self::NAME, None, a_warp_each(&shape)?, args)
+        queue.launch(Stream::Compute, Self::NAME, None, grid, args)
     }
 }
 
@@ -68,9 +76,14 @@ impl GpuKernel for Combine {
 impl GpuKernel for RouterBackward {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { logits, experts, weights, slots, dweights, dlogits, shape } = self;
-        let ([tokens, count, top_k], all) = (sizes(&shape)?, shape.rule == RouterRule::All);
+        let ([tokens, count, top_k], all, grid) = (sizes(&shape)?, shape.rule == RouterRule::All, a_warp_each(&shape)?);
+        let format = Some(self.float_format()?);
+        if let RouterRule::Sigmoid(SigmoidRule { renormalised, scale, .. }) = shape.rule {
+            let args = args![logits, experts, weights, slots, dweights, dlogits, tokens, count, top_k, renormalised, scale];
+            return queue.launch(Stream::Compute, "scores_backward", format, grid, args);
+        }
         let args = args![logits, experts, weights, slots, dweights, dlogits, tokens, count, top_k, all];
-        queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), a_warp_each(&shape)?, args)
+        queue.launch(Stream::Compute, Self::NAME, format, grid, args)
     }
 }
 

@@ -1,0 +1,122 @@
+//! The shared expert of a layer with experts: an MLP that every token uses, in some models with a gate.
+//!
+//! The gate is a router with a single expert: the weight of a token is the sigmoid of its logit. A gated output is therefore a sum of one
+//! weighted row, and its gradients are those of an expert whose rows are the tokens.
+
+use super::Model;
+use super::activation_arrays::{Activations, GateWork, SharedWork};
+use super::linear::{Input, linear, linear_backward};
+use super::params::{LinearParams, SharedParams};
+use crate::device::{
+    Combine, DeviceSlice, ExpertActivation, ExpertBackward, Kernels, Matmul, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward,
+    RouterLogits, RouterRule, Segments, SigmoidRule, Swiglu, SwigluBackward,
+};
+use crate::error::Result;
+
+/// The shared expert of one layer.
+#[derive(Clone, Copy)]
+pub(super) struct SharedExpert<'a> {
+    params: &'a SharedParams,
+    /// Input of the layer's experts.
+    x: DeviceSlice,
+    /// Residual stream between attention and MLP.
+    mid: DeviceSlice,
+    /// Output of the first matrix.
+    gate_up: DeviceSlice,
+    work: SharedWork,
+    all: &'a Activations,
+}
+
+impl Model {
+    /// The shared expert of `layer`, if it has one.
+    pub(super) fn shared_expert(&self, layer: usize) -> Option<SharedExpert<'_>> {
+        let (params, act, all) = (self.layers[layer].shared.as_ref()?, &self.activations.layers[layer], &self.activations);
+        let work = all.shared?;
+        let work = SharedWork { act: work.act.slice(0, all.tokens.elems() * params.mlp_out.in_cols), ..work };
+        Some(SharedExpert { params, x: act.mlp_norm.out, mid: act.mid, gate_up: act.shared_in, work, all })
+    }
+}
+
+impl SharedExpert<'_> {
+    /// Computes the output of the first matrix.
+    pub(super) fn enter<D: Kernels>(&self, dev: &mut D) -> Result<()> {
+        linear(dev, &self.params.mlp_in, self.x, None, self.gate_up)
+    }
+
+    /// Adds the output to the residual stream between attention and MLP and returns the sum. The gradients of the residual stream, which
+    /// have no values during a forward pass, lend their memory.
+    pub(super) fn leave<D: Kernels>(&self, dev: &mut D) -> Result<DeviceSlice> {
+        let (Activations { dnorm: sum, dresidual: product, .. }, mlp_out, act) = (self.all, &self.params.mlp_out, self.work.act);
+        dev.launch(Swiglu { gate_up: self.gate_up, out: act, cols: mlp_out.in_cols })?;
+        let Some((gate, work)) = self.gate() else {
+            linear(dev, mlp_out, act, Some(self.mid), *sum)?;
+            return Ok(*sum);
+        };
+        self.open(dev, gate, work)?;
+        linear(dev, mlp_out, act, None, *product)?;
+        let GateWork { slots, weights, .. } = work;
+        dev.launch(Combine { x: *product, slots, weights: Some(weights), base: Some(self.mid), out: *sum, cols: mlp_out.out_cols })?;
+        Ok(*sum)
+    }
+
+    /// Computes the gradients of the parameters, and adds the gradient of the input to `dnorm`. `dresidual` is the gradient of the output.
+    pub(super) fn backward<D: Kernels>(&self, dev: &mut D, first: bool) -> Result<()> {
+        let (Activations { dresidual: dout, dnorm: dx, .. }, act, width) = (self.all, self.work.act, self.params.mlp_out.in_cols);
+        let (dact, dgate_up) = (self.all.dinner.slice(0, act.elems()), self.all.dfused.slice(0, 2 * act.elems()));
+        let (gate_up, mlp_out) = (self.gate_up, &self.params.mlp_out);
+        match self.gate() {
+            None => {
+                dev.launch(Swiglu { gate_up, out: act, cols: width })?;
+                linear_backward(dev, mlp_out, act, *dout, Input::New(dact), first)?;
+                dev.launch(SwigluBackward { dout: dact, gate_up, dgate_up, cols: width })?;
+            }
+            Some((gate, work)) => {
+                // Layers share the memory of the gate.
+                self.open(dev, gate, work)?;
+                let shape = |layout, m, n, k| MatmulShape { layout, m, n, k };
+                let (tokens, channels) = (self.tokens(), mlp_out.out_cols);
+                let to_input = shape(MatmulLayout::Nn, tokens, width, channels);
+                dev.launch(Matmul::plain(to_input, [*dout, mlp_out.weight.value, dact]))?;
+                let GateWork { weights, entries, dweights, .. } = work;
+                let activation = ExpertActivation::Swiglu;
+                let weighted = act;
+                dev.launch(ExpertBackward { da: dact, gate_up, weights, entries, dgate_up, weighted, dweights, activation, cols: width })?;
+                let to_weight = shape(MatmulLayout::Tn, channels, width, tokens);
+                dev.launch(Matmul::plain(to_weight, [*dout, weighted, mlp_out.weight.grad]).onto_itself(!first))?;
+            }
+        }
+        linear_backward(dev, &self.params.mlp_in, self.x, dgate_up, Input::Added(*dx), first)?;
+        self.gate().map_or(Ok(()), |(gate, work)| self.gate_backward(dev, (gate, work), *dx, first))
+    }
+
+    fn gate(&self) -> Option<(&LinearParams, GateWork)> {
+        self.params.gate.as_ref().zip(self.work.gate)
+    }
+
+    fn tokens(&self) -> usize {
+        self.all.tokens.elems()
+    }
+
+    /// A routing of every token to the one expert.
+    fn routing(&self) -> RouteShape {
+        RouteShape { tokens: self.tokens(), experts: 1, top_k: 1, rule: RouterRule::Sigmoid(SigmoidRule::GATE) }
+    }
+
+    /// Computes the weight of every token.
+    fn open<D: Kernels>(&self, dev: &mut D, gate: &LinearParams, work: GateWork) -> Result<()> {
+        let (GateWork { logits, choices: experts, weights, bounds, slots, entries, .. }, shape) = (work, self.routing());
+        dev.launch(RouterLogits { x: self.x, weight: gate.weight.value, bias: None, logits, channels: gate.in_cols })?;
+        dev.launch(Route { logits, correction: None, experts, weights, shape })?;
+        dev.launch(Segments { experts, bounds, slots, entries, shape })
+    }
+
+    fn gate_backward<D: Kernels>(&self, dev: &mut D, (gate, work): (&LinearParams, GateWork), dx: DeviceSlice, first: bool) -> Result<()> {
+        let (GateWork { logits, choices: experts, weights, slots, dweights, dlogits, .. }, shape) = (work, self.routing());
+        dev.launch(RouterBackward { logits, experts, weights, slots, dweights, dlogits, shape })?;
+        let (tokens, channels) = (shape.tokens, gate.in_cols);
+        let to_input = MatmulShape { layout: MatmulLayout::Nn, m: tokens, n: channels, k: 1 };
+        let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: 1, n: channels, k: tokens };
+        dev.launch(Matmul::plain(to_input, [dlogits, gate.weight.value, dx]).onto_itself(true))?;
+        dev.launch(Matmul::plain(to_weight, [dlogits, self.x, gate.weight.grad]).onto_itself(!first))
+    }
+}
