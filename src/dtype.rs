@@ -23,6 +23,8 @@ pub enum Dtype {
     Int32,
     /// 16-bit unsigned integer (lower halves of split master weights).
     Uint16,
+    /// 8-bit unsigned integer (groups of 8-bit moments).
+    Uint8,
     /// 8-bit float, 4-bit exponent.
     Float8E4m3,
     /// 8-bit float, 5-bit exponent.
@@ -35,7 +37,7 @@ impl Dtype {
         match self {
             Self::Float32 | Self::Int32 => 4,
             Self::Bfloat16 | Self::Float16 | Self::Uint16 => 2,
-            Self::Float8E4m3 | Self::Float8E5m2 => 1,
+            Self::Uint8 | Self::Float8E4m3 | Self::Float8E5m2 => 1,
         }
     }
 
@@ -53,6 +55,7 @@ impl fmt::Display for Dtype {
             Self::Float16 => "float16",
             Self::Int32 => "int32",
             Self::Uint16 => "uint16",
+            Self::Uint8 => "uint8",
             Self::Float8E4m3 => "float8e4m3",
             Self::Float8E5m2 => "float8e5m2",
         })

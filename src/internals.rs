@@ -135,6 +135,8 @@ pub mod optim {
     pub use crate::optim::adam::{AdamConsts, AdamElement, AdamHyper, AdamState, AdamStep};
     pub use crate::optim::clip::{ClipMemory, ClipRule};
     pub use crate::optim::formats::{Grads, Weights};
+    pub use crate::optim::int8::{MomentGroup, MomentKind};
+    pub use crate::optim::int8_state::{Int8State, MomentGroups};
     pub use crate::optim::moments::{Moment, Moments};
     pub use crate::optim::norm::{BLOCK, fold};
     pub use crate::optim::optimizer::{Optimizer, Update};

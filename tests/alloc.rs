@@ -99,6 +99,7 @@ fn main() {
         assert!(skipped.skipped > 0 && skipped.skipped < skipped.committed + skipped.clipped, "{strategy}{skipped:?}");
     }
     STRATEGIES.iter().for_each(|strategy| _ = steps(strategy, "moments = \"bfloat16\"\n"));
+    STRATEGIES.iter().for_each(|strategy| _ = steps(strategy, "moments = \"int8\"\n"));
     let on_device = STRATEGIES.iter().filter(|strategy| strategy.contains("no-offload") || !resident(strategy).is_empty());
     on_device.for_each(|strategy| _ = steps(strategy, "masters = \"split\"\n"));
     // The number of rows per expert changes in every step.

@@ -77,11 +77,11 @@ const STEPS: u64 = 6;
 const FP8: &str = "fp8";
 
 /// Formats of the optimizer's moments.
-const MOMENTS: [&str; 2] = ["float32", "bfloat16"];
+const MOMENTS: [&str; 3] = ["float32", "bfloat16", "int8"];
 
 /// The format for a seed, alternating after every two seeds.
 fn moments(seed: u64) -> &'static str {
-    MOMENTS[seed as usize / 2 % 2]
+    MOMENTS[seed as usize / 2 % MOMENTS.len()]
 }
 
 /// The synchronous step on one device.
@@ -652,7 +652,7 @@ fn split_masters_change_no_bit() {
 #[test]
 fn split_masters_and_second_moments_are_read_as_they_were_written() {
     let (shape, parts) = (tiny_llama(2, 32, 64, true), [StatePart::PARAMS, StatePart::M, StatePart::V]);
-    for moments in MOMENTS {
+    for moments in &MOMENTS[..2] {
         let lines = format!("moments = \"{moments}\"\nseq-length = 8\nper-device-train-batch-size = 2\nmax-steps = 9\nthreads = 1");
         let mut engine = engine(&settings(&format!("strategy = \"no-offload\"\nmasters = \"split\"\n{lines}")), &shape);
         let elems = engine.table().flat_elems();
@@ -679,6 +679,41 @@ fn split_masters_and_second_moments_are_read_as_they_were_written() {
                 let wrong = (0..elems).find(|&i| have[i].to_bits() != want[i].to_bits() && !(have[i].is_nan() && want[i].is_nan()));
                 assert_eq!(wrong, None, "{part:?}, moments {moments}, order {order:?}");
             }
+        }
+    }
+}
+
+/// Split masters beside 8-bit moments are stored without ties, and share nothing with the moments. Ranges begin with groups.
+#[test]
+fn split_masters_beside_8_bit_moments_are_read_as_float32_masters_are() {
+    let shape = tiny_llama(2, 32, 64, true);
+    let lines =
+        "strategy = \"no-offload\"\nmoments = \"int8\"\nseq-length = 8\nper-device-train-batch-size = 2\nmax-steps = 9\nthreads = 1";
+    let [mut whole, mut split] =
+        ["float32", "split"].map(|masters| engine(&settings(&format!("masters = \"{masters}\"\n{lines}")), &shape));
+    let (elems, parts) = (whole.table().flat_elems(), [StatePart::PARAMS, StatePart::M, StatePart::V]);
+    let value = |part: StatePart, salt: u32, i: usize| match part {
+        StatePart::PARAMS => f32::from_bits((i as u32 % 0x7f + salt) << 23 | if i.is_multiple_of(3) { 0x8000 } else { 0x8765 }),
+        StatePart::M => -((i as u32 % 91 + salt) as f32),
+        _ => (i as u32 % 97 + salt) as f32,
+    };
+    for (salt, order) in (1..).zip([[0, 1, 2], [2, 1, 0], [2, 0, 2], [0, 2, 0]]) {
+        for part in order.map(|part| parts[part]) {
+            let range = salt as usize * 128..elems - salt as usize * 7;
+            let values: Vec<f32> = range.clone().map(|i| value(part, salt, i)).collect();
+            for engine in [&mut whole, &mut split] {
+                engine.write_state(part, range.start, &values).unwrap();
+            }
+        }
+        for part in parts {
+            let [want, have] = [&mut whole, &mut split].map(|engine| {
+                let mut values = vec![7.0f32; elems];
+                engine.read_state(part, 0, &mut values).unwrap();
+                values.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+            });
+            assert!(want == have, "{part:?}, order {order:?}");
+            let is_tie = |bits: &u32| bits & 0x1_ffff == 0x8000;
+            assert!(part != StatePart::PARAMS || !have.iter().any(is_tie), "masters without ties");
         }
     }
 }
@@ -830,7 +865,7 @@ fn paged_states_change_no_bit() {
             counts += report.counts;
             moved.push((report.counters.h2d_bytes, report.counters.d2h_bytes, report.counters.adam_elems));
         }
-        let paged_bytes = plan.optimizer().arrays().state_bytes() * plan.placement.layout.elems_in(Tier::Unified).len();
+        let paged_bytes = plan.optimizer().arrays().bytes(plan.placement.layout.elems_in(Tier::Unified).len());
         (digest(&mut engine), counts, moved, paged_bytes as u64)
     };
     for seed in seeds(24) {

@@ -36,6 +36,7 @@ fn every_memory_class_of_a_plan_for_cpus_matches_allocations() {
                 "gradient-shares = 4\ngradient-group = 2\n",
                 "dtype = \"float32\"\nslots = 3\n",
                 "moments = \"bfloat16\"\n",
+                "moments = \"int8\"\n",
                 "head-rows = \"trained\"\n",
                 "gradient-accumulation-steps = 2\nactivations = \"recompute-block\"\n",
             ] {
@@ -43,12 +44,11 @@ fn every_memory_class_of_a_plan_for_cpus_matches_allocations() {
             }
             compare(&format!("{strategy}activations = \"host\"\n"), shape, &Machine::cpu(2));
         }
-        for moments in ["float32", "bfloat16"] {
+        for (moments, bytes) in [("float32", 10.0), ("bfloat16", 6.0), ("int8", 4.0625)] {
             let lines = format!("{}masters = \"split\"\nmoments = \"{moments}\"\n", strategies[2]);
             let plan = compare(&lines, shape, &Machine::cpu(2));
             let resident = plan.forecast.memory.iter().find(|class| class.name == "resident p, m, v").unwrap();
-            let bytes = if moments == "float32" { 10 } else { 6 };
-            assert_eq!(resident.bytes, bytes * plan.placement.layout.flat_elems(), "{plan}");
+            assert_eq!(resident.bytes as f64, bytes * plan.placement.layout.flat_elems() as f64, "{plan}");
         }
         if cfg!(feature = "superchip-cast") {
             compare(&format!("{}cast = \"device\"\n", strategies[0]), shape, &Machine::cpu(2));
@@ -84,7 +84,7 @@ fn every_memory_class_of_a_plan_for_a_gpu_matches_allocations() {
     assert!(sums > 0 && groups > 0, "no sums on the host were tried");
     assert!(grads > 0, "no ring of gradients was tried");
     assert_eq!((weights > 0, resident > 0), (cfg!(feature = "weight-flow"), cfg!(feature = "repartition")));
-    for moments in ["float32", "bfloat16"] {
+    for moments in ["float32", "bfloat16", "int8"] {
         let lines = format!("{common}moments = \"{moments}\"\nmemory = \"unified\"\nresident-buckets = 0\n");
         let paged = compare(&lines, &shape, &gpu(8000));
         assert!(!paged.placement.layout.elems_in(Tier::Unified).is_empty(), "{paged}");
@@ -138,6 +138,7 @@ fn every_memory_class_of_a_plan_for_several_gpus_matches_allocations() {
             "gradient-shares = 8\n",
             "gradient-shares = 8\ngradient-group = 4\n",
             "moments = \"bfloat16\"\n",
+            "moments = \"int8\"\n",
             "resident-buckets = 2\n",
             "weights = \"sharded\"\n",
             "strategy = \"no-offload\"\n",

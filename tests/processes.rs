@@ -163,6 +163,7 @@ fn formats_faults_and_places_do_not_change_that() {
         ),
         ("", &["--dtype=float32", resident]),
         ("", &["--strategy=zero-offload", "--moments=bfloat16"]),
+        ("", &["--moments=int8", resident]),
         ("", split),
     ]
     .into_iter()

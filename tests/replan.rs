@@ -90,7 +90,7 @@ impl Case {
         let lines = format!(
             "dtype = \"{dtype}\"\nmoments = \"{}\"\nmax-grad-norm = {max_norm}\ngradient-shares = {partial_sums}\n{fault}\n\
              seed = 5\nseq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
-            ["float32", "bfloat16"][(seed / 7) as usize % 2],
+            ["float32", "bfloat16", "int8"][(seed / 7) as usize % 3],
         );
         Self { shape, lines, max_norm, micro_batches: partial_sums * per_partial_sum }
     }

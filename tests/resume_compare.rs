@@ -210,6 +210,30 @@ fn moments_of_another_format_are_refused_unless_they_may_be_converted() {
     assert!(further.code == 0 && further.stderr.is_empty(), "the changed one is the run's now: {further:?}");
 }
 
+/// 8-bit moments are made of those of both other formats, and become those of both without another value.
+#[test]
+fn moments_in_8_bits_are_converted_in_both_directions() {
+    for other in ["float32", "bfloat16"] {
+        let workspace = Workspace::new();
+        let shares = ["--gradient-shares", "2"];
+        let of = |moments, steps| [&shares[..], &["--moments", moments, "--max-steps", steps, "--allow-changed", "moments"]].concat();
+        run(&mut workspace.train("run", &[&shares[..], &["--moments", other, "--max-steps", "4"]].concat())).digest();
+        let refusal = format!("they were {other} and are int8");
+        run(&mut workspace.resume("run", &[&shares[..], &["--moments", "int8"]].concat()))
+            .refused(2, &[&refusal, "--allow-changed moments"]);
+        let converted = run(&mut workspace.resume("run", &of("int8", "6")));
+        let digest = converted.digest();
+        assert!(warnings(&converted)[0].contains(&format!("{refusal}: rounded as the checkpoint's last step rounds")), "{converted:?}");
+        let saved = manifest(&workspace.path("run/checkpoint-6"));
+        assert_eq!((&saved["format_version"], &saved["run"]["moments"]), (&json!(5), &json!("int8")));
+        // A conversion does not depend on the number of ranks.
+        workspace.copy_checkpoints("run", "ranks", &[4]);
+        assert_eq!(run(&mut workspace.resume("ranks", &[&of("int8", "6")[..], &["--gpus", "2"]].concat())).digest(), digest);
+        let back = run(&mut workspace.resume("run", &of(other, "8")));
+        assert!(warnings(&back)[0].contains(&format!("they were int8 and are {other}: no value changes")), "{back:?}");
+    }
+}
+
 #[test]
 fn another_tokenizer_is_refused_unless_it_is_allowed() {
     let workspace = Workspace::new();

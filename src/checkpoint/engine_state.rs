@@ -7,6 +7,7 @@ use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
 use crate::model::tensors::TensorSpec;
 use crate::optim::PIECE_ELEMS;
+use crate::optim::int8::whole_groups;
 use crate::optim::state_array::{StateArrays, StatePart};
 use std::ops::Range;
 use std::sync::mpsc;
@@ -78,8 +79,10 @@ pub(crate) fn restore<D: Kernels>(engine: &mut Engine<D>, loaded: &Loaded, piece
     })
 }
 
-/// The pieces of a tensor of `elems` elements: all of its parameters, then all of each further array.
+/// The pieces of a tensor of `elems` elements: all of its parameters, then all of each further array. A piece has whole groups of 8-bit
+/// moments.
 fn pieces(arrays: StateArrays, elems: usize, piece_elems: usize) -> impl Iterator<Item = (StatePart, Range<usize>)> {
+    let piece_elems = whole_groups(piece_elems);
     let of = move |part| (0..elems).step_by(piece_elems).map(move |start| (part, start..elems.min(start + piece_elems)));
     arrays.parts().flat_map(of)
 }
@@ -150,6 +153,7 @@ mod tests {
     fn state_is_the_same_in_pieces_of_any_size() {
         expect_same_in_pieces(Moments::Float32);
         expect_same_in_pieces(Moments::Bfloat16);
+        expect_same_in_pieces(Moments::Int8);
     }
 
     fn expect_same_in_pieces(moments: Moments) {

@@ -12,8 +12,11 @@ use serde_json::{Map, Value};
 use std::path::Path;
 
 /// Versions of the layout: 1 had no `run`; 3 has moments in another format than float32, which older readers would take for damage.
-/// 4 has the state in files of several processes. A newer one is refused.
-const FORMAT_VERSIONS: [u32; 4] = [1, 2, 3, 4];
+/// 4 has the state in files of several processes. 5 has 8-bit moments, whose arrays end with whole groups, in one file or several. A newer
+/// one is refused.
+const FORMAT_VERSIONS: [u32; 5] = [1, 2, 3, 4, 5];
+/// The first version with files of several processes.
+pub(super) const PARTS_VERSION: u32 = 4;
 /// Bytes of `state.bin` under one checksum.
 pub(super) use crate::optim::CHUNK_BYTES;
 /// No manifest is larger: a terabyte of state has a million chunks of at most eleven characters each.
@@ -69,7 +72,8 @@ pub(crate) struct Scheduler {
     pub max_steps: u64,
 }
 
-/// One tensor in `state.bin`: `elems` fp32 parameters, then as many m, then as many v, in the format of [`Manifest::moments`].
+/// One tensor in `state.bin`: `elems` fp32 parameters, then as many m, then as many v, in the format of [`Manifest::moments`]. 8-bit moments
+/// end with a whole [`MomentGroup`](crate::optim::int8::MomentGroup), with zeros behind the last element.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorEntry {
@@ -130,13 +134,13 @@ fn seal(body: &[u8]) -> String {
 impl Manifest {
     /// A manifest without checksums yet, of the first version that can represent its contents.
     pub(super) fn new(trainer: TrainerState, run: Map<String, Value>) -> Self {
-        let format_version = if moments_of(&run) == Some(Moments::Float32) { 2 } else { 3 };
+        let format_version = moments_of(&run).map_or(3, first_version).max(2);
         Self { format_version, trainer, run, tensors: vec![], state_bytes: 0, state_crc32c: vec![], files: vec![], parts: None }
     }
 
     /// The state lies in files of several processes.
     pub(super) fn set_parts(&mut self, parts: StateParts) {
-        (self.format_version, self.parts) = (4, Some(parts));
+        (self.format_version, self.parts) = (self.format_version.max(PARTS_VERSION), Some(parts));
     }
 
     /// The bytes of the file, sealed.
@@ -189,6 +193,15 @@ impl Manifest {
     pub(super) fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(MANIFEST);
         Self::decode(&path, &disk::read_small(&path, MANIFEST_BYTES_MAX)?)
+    }
+}
+
+/// The first version for state with `moments` in one file.
+pub(super) fn first_version(moments: Moments) -> u32 {
+    match moments {
+        Moments::Float32 => 1,
+        Moments::Bfloat16 => 3,
+        Moments::Int8 => 5,
     }
 }
 

@@ -9,6 +9,7 @@ use crate::model::shape::ModelShape;
 use crate::model::tensors::HEAD;
 use crate::model_dir::CONFIG;
 use crate::optim::PIECE_ELEMS;
+use crate::optim::int8::whole_groups;
 use crate::optim::state_array::StatePart;
 use std::path::{Path, PathBuf};
 
@@ -196,7 +197,7 @@ impl Loaded {
         read: impl Fn(&mut Self, &str, StatePart, usize, &mut [f32]) -> Result<()> + Sync,
         mut take: impl FnMut(usize, StatePart, usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
-        let (arrays, tensors, each) = (self.manifest.arrays(), &self.manifest.tensors, (piece_elems / PIECES).max(1));
+        let (arrays, tensors, each) = (self.manifest.arrays(), &self.manifest.tensors, whole_groups(piece_elems / PIECES));
         let of = |(nth, tensor): (usize, &TensorEntry)| {
             let elems = tensor.elems as usize;
             arrays.parts().flat_map(move |part| (0..elems).step_by(each).map(move |start| (nth, part, start..elems.min(start + each))))

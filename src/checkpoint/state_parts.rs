@@ -10,7 +10,7 @@ use crate::ranks::RANKS_MAX;
 use serde::{Deserialize, Serialize};
 
 /// More elements than any model has: bytes of them are counted without overflow.
-const ELEMS_MAX: u64 = 1 << 53;
+pub(super) const ELEMS_MAX: u64 = 1 << 53;
 
 /// How the state of several processes lies in their files.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -526,6 +526,7 @@ fn a_sealed_manifest_that_lies_is_refused() {
         ("/trainer/scheduler/base_lr", json!(null)),
         ("/run", json!([])),
         ("/run", json!({"moments": "int8"})),
+        ("/run", json!({"moments": "int4"})),
         ("/run", json!({"moments": "bfloat16"})),
     ];
     forge(&checkpoint, &honest);
@@ -563,6 +564,42 @@ fn packed_moments_are_stored_as_they_are_and_have_a_format_of_their_own() {
     assert!(verify(&path).unwrap_err().to_string().contains("moments in bfloat16, which format 2 does not have"));
 }
 
+/// 8-bit moments of a tensor end with a whole group, in the file and in the digest.
+#[test]
+fn moments_in_8_bits_are_stored_in_groups_and_have_a_format_of_their_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = json!({"moments": "int8"}).as_object().unwrap().clone();
+    let mut tensors = tensors(9);
+    let arrays = Moments::Int8.arrays();
+    for (_, _, parts) in &mut tensors {
+        for (part, values) in ADAMW.into_iter().zip(parts) {
+            // State comes from an engine that has rounded it.
+            let mut stored = vec![0; arrays[part].bytes(values.len())];
+            arrays[part].store(values, crate::optim::moments::Rounding { key: 1, first: 0 }, &mut stored);
+            arrays[part]
+                .load(values, |bytes| {
+                    bytes.copy_from_slice(&stored);
+                    Ok(())
+                })
+                .unwrap();
+        }
+    }
+    let mut writer = Writer::create(&crate::disk::Dir::open(dir.path()).unwrap(), trainer(3), run.clone()).unwrap();
+    sources(&tensors).try_for_each(|tensor| writer.tensor(tensor)).unwrap();
+    let path = writer.finish(&model_files(), None, Default::default()).unwrap().path;
+    assert!(read_back(&path, &tensors).unwrap());
+    let bytes = |params: usize| (4 * params + 2 * 132 * params.div_ceil(128)) as u64;
+    let (manifest, sum) = (verify(&path).unwrap(), tensors.iter().map(|(_, _, [params, ..])| bytes(params.len())).sum::<u64>());
+    assert_eq!((manifest.format_version, manifest.state_bytes, manifest.moments()), (5, sum, Moments::Int8));
+    let mut digest = digest::StateDigest::new(3, arrays);
+    tensors.iter().for_each(|(_, _, parts)| ADAMW.into_iter().zip(parts).for_each(|(part, elems)| digest.update(part, elems)));
+    assert_eq!(digest::digest_checkpoint(&path).unwrap(), digest.finish());
+    let mut older = true_manifest(&path);
+    older["format_version"] = json!(3);
+    forge(&path, &older);
+    assert!(verify(&path).unwrap_err().to_string().contains("moments in int8, which format 3 does not have"));
+}
+
 #[test]
 fn a_manifest_keeps_all_facts_of_a_run_including_unknown_ones() {
     let dir = tempfile::tempdir().unwrap();
@@ -589,12 +626,12 @@ fn a_newer_format_is_named_and_not_passed_over() {
     save_step(dir.path(), 1, &small(1), None).unwrap();
     let newer = save_step(dir.path(), 2, &small(1), None).unwrap().path;
     let mut manifest = true_manifest(&newer);
-    manifest["format_version"] = json!(5);
+    manifest["format_version"] = json!(6);
     manifest["of a later version"] = json!(true);
     forge(&newer, &manifest);
     for error in [verify(&newer).unwrap_err(), newest_good(dir.path()).unwrap_err()] {
         let message = error.to_string();
-        assert!(message.contains("checkpoint-2/trainer_state.json: format 5, this build reads formats 1 to 4"), "{message}");
+        assert!(message.contains("checkpoint-2/trainer_state.json: format 6, this build reads formats 1 to 5"), "{message}");
     }
 }
 

@@ -1,9 +1,9 @@
 //! Validation of manifests. A matching checksum proves that a manifest is unchanged, not that it is valid.
 
-use super::format::{CHUNK_BYTES, Manifest, STATE, TrainerState, moments_of};
+use super::format::{CHUNK_BYTES, Manifest, PARTS_VERSION, STATE, TrainerState, first_version, moments_of};
+use super::state_parts::ELEMS_MAX;
 use crate::engine::protocol::loss_scale;
 use crate::model::weights::{COMPANION_BYTES_MAX, is_model_file_name};
-use crate::optim::moments::Moments;
 use crate::optim::state_array::StateArrays;
 use std::collections::HashSet;
 
@@ -21,17 +21,16 @@ impl Manifest {
             return Err("format 0 does not exist".into());
         }
         let moments = moments_of(&self.run).ok_or_else(|| format!("moments in a format that is not known: {}", self.run["moments"]))?;
-        if self.format_version < 3 && moments != Moments::Float32 {
+        if self.format_version < first_version(moments) {
             return Err(format!("moments in {moments}, which format {} does not have", self.format_version));
         }
         self.trainer.validate()?;
-        self.validate_tensors(moments.arrays().state_bytes() as u64)?;
+        self.validate_tensors(moments.arrays())?;
         self.validate_parts(moments.arrays())?;
         self.validate_files()
     }
 
-    /// `elem_bytes` of state for each parameter.
-    fn validate_tensors(&self, elem_bytes: u64) -> Verified {
+    fn validate_tensors(&self, arrays: StateArrays) -> Verified {
         let mut names = HashSet::new();
         let mut end = 0;
         for t in &self.tensors {
@@ -39,8 +38,8 @@ impl Manifest {
             if elems != Some(t.elems) || t.offset != end || !names.insert(&t.name) {
                 return Err(format!("tensor {:?}: shape, size, offset or name is wrong", t.name));
             }
-            let bytes = t.elems.checked_mul(elem_bytes).and_then(|bytes| bytes.checked_add(end));
-            end = bytes.ok_or_else(|| format!("tensor {:?}: its size overflows", t.name))?;
+            let bytes = (t.elems <= ELEMS_MAX).then(|| arrays.bytes(t.elems as usize) as u64);
+            end = bytes.and_then(|bytes| bytes.checked_add(end)).ok_or_else(|| format!("tensor {:?}: its size overflows", t.name))?;
         }
         let chunks = if self.parts.is_some() { 0 } else { self.state_bytes.div_ceil(CHUNK_BYTES as u64) };
         if end != self.state_bytes || chunks != self.state_crc32c.len() as u64 {
@@ -52,9 +51,9 @@ impl Manifest {
     fn validate_parts(&self, arrays: StateArrays) -> Verified {
         let Some(parts) = &self.parts else {
             let version = self.format_version;
-            return if version < 4 { Ok(()) } else { Err(format!("format {version} without the parts of its state")) };
+            return if version == PARTS_VERSION { Err(format!("format {version} without the parts of its state")) } else { Ok(()) };
         };
-        if self.format_version < 4 {
+        if self.format_version < PARTS_VERSION {
             return Err(format!("parts of several processes, which format {} does not have", self.format_version));
         }
         parts.validate(&self.tensors.iter().map(|tensor| tensor.elems).collect::<Vec<_>>(), arrays)

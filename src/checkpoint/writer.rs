@@ -77,7 +77,7 @@ impl Writer {
             self.written.add_of_another(file_name(rank), parts.file_bytes(rank, self.manifest.arrays()));
         }
         let tensors = self.manifest.tensors.iter();
-        self.manifest.state_bytes = tensors.map(|tensor| tensor.elems * self.manifest.arrays().state_bytes() as u64).sum();
+        self.manifest.state_bytes = tensors.map(|tensor| self.manifest.arrays().bytes(tensor.elems as usize) as u64).sum();
         self.manifest.set_parts(parts);
     }
 
@@ -85,7 +85,7 @@ impl Writer {
     /// The order of the tensors is the order in the file and in the state's digest.
     pub(crate) fn begin(&mut self, name: &str, shape: &[usize]) {
         let before = self.manifest.tensors.last();
-        let offset = before.map_or(0, |last| last.offset + last.elems * self.manifest.arrays().state_bytes() as u64);
+        let offset = before.map_or(0, |last| last.offset + self.manifest.arrays().bytes(last.elems as usize) as u64);
         let elems = shape.iter().product::<usize>() as u64;
         self.manifest.tensors.push(TensorEntry { name: name.into(), shape: shape.into(), offset, elems });
     }

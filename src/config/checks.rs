@@ -23,6 +23,9 @@ const EPSILON_MAX: f64 = 1.0;
 /// Largest beta1 with first moments in bfloat16, which are rounded to nearest. Up to this value they stay within 1.3 % of float32 moments
 /// when gradients become ten times smaller. With 0.999 they are three times too large.
 const PACKED_BETA1_MAX: f64 = 0.99;
+/// Largest beta1 with first moments in 8 bits, which have 4 bits of significand. From 0.944 on, a moment that is rounded to nearest no longer
+/// moves.
+const INT8_BETA1_MAX: f64 = 0.93;
 /// Largest bucket in MiB: 1 TiB.
 const BUCKET_MIB_MAX: f64 = 1_048_576.0;
 /// Largest number of optimizer threads, above the core count of any machine.
@@ -286,13 +289,13 @@ impl Settings {
             // The optimizer computes in float32, in which a decay may round to 1 and an epsilon to 0.
             check((0.0..1.0).contains(&beta) && (beta as f32) < 1.0, flag, beta, "must be at least 0 and below 1 in float32")?;
         }
-        let (packed, beta1) = (self.moments != Moments::Float32, self.adam_beta1);
-        check(
-            !packed || beta1 <= PACKED_BETA1_MAX,
-            "adam-beta1",
-            beta1,
-            &format!("must be at most {PACKED_BETA1_MAX} with --moments bfloat16"),
-        )?;
+        let (moments, beta1) = (self.moments, self.adam_beta1);
+        let most = match moments {
+            Moments::Float32 => 1.0,
+            Moments::Bfloat16 => PACKED_BETA1_MAX,
+            Moments::Int8 => INT8_BETA1_MAX,
+        };
+        check(beta1 <= most, "adam-beta1", beta1, &format!("must be at most {most} with --moments {moments}"))?;
         let eps = self.adam_epsilon;
         check(eps <= EPSILON_MAX && eps as f32 > 0.0, "adam-epsilon", eps, &format!("must be above 0 in float32 and at most {EPSILON_MAX}"))
     }
@@ -377,6 +380,11 @@ mod tests {
         assert_eq!(inverse, "--moments bfloat16: needs --rollback deferred: the inverse step cannot restore rounded moments");
         assert!(refused(&["--adam-beta1", "0.999"]).starts_with("--adam-beta1 0.999: must be at most 0.99 with --moments bfloat16"));
         assert!(resolve(&["--moments", "bfloat16", "--adam-beta1", "0.99"]).is_ok() && resolve(&["--adam-beta1", "0.999"]).is_ok());
+        let int8 = |args: &[&str]| resolve(&[&["--moments", "int8"], args].concat()).map(drop).map_err(|error| error.to_string());
+        assert!(int8(&["--adam-beta1", "0.94"]).unwrap_err().starts_with("--adam-beta1 0.94: must be at most 0.93 with --moments int8"));
+        let inverse = int8(&["--rollback", "inverse"]).unwrap_err();
+        assert_eq!(inverse, "--moments int8: needs --rollback deferred: the inverse step cannot restore rounded moments");
+        assert_eq!([int8(&["--adam-beta1", "0.93"]), int8(&["--adam-beta2", "0.9999"])], [Ok(()), Ok(())]);
     }
 
     #[test]

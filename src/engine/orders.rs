@@ -245,9 +245,10 @@ impl<D: Kernels + Peers> Engine<D> {
 /// The part of the state and the range of elements of an order. The state has `all` elements, and the mail buffer has `mail_words` words.
 ///
 /// # Errors
-/// `Resource` when the part or the range does not exist, or the mail buffer is too small.
+/// `Resource` when the part or the range does not exist, the range begins within a unit of the arrays, or the mail buffer is too small.
 fn piece_of([part, start, elems, ..]: OrderWords, arrays: StateArrays, all: usize, mail_words: usize) -> Result<(StatePart, Range<usize>)> {
     let end = start.checked_add(elems).filter(|end| *end <= all as u64 && elems <= mail_words as u64);
+    let end = end.filter(|_| start.is_multiple_of(arrays.unit_elems() as u64));
     let wrong =
         || Error::resource("follow process 0", format!("there is no part {part} of the state with {elems} elements from {start} on"));
     arrays.part(part).zip(end).map(|(part, end)| (part, start as usize..end as usize)).ok_or_else(wrong)
@@ -271,6 +272,9 @@ mod tests {
             let refused = of(part, start, elems).unwrap_err();
             assert!(refused.starts_with("follow process 0: there is no part "), "{refused}");
         }
+        let int8 = |start| piece_of([1, start, 40, 0, 0, 0], Moments::Int8.arrays(), 256, 40).map_err(|e| e.to_string());
+        assert_eq!(int8(128), Ok((StatePart::M, 128..168)));
+        assert!(int8(130).unwrap_err().contains("40 elements from 130 on"), "groups are stored whole");
         for number in [11, 255, 1 << 32, u64::MAX] {
             assert_eq!(Order::of(number), None);
         }

@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::faults::FaultPhase;
 use crate::model::tensors::Module;
 use crate::optim::CHUNK_BYTES;
+use crate::optim::int8::whole_groups;
 use crate::optim::moments::{Rounding, rounding_key};
 use crate::optim::state_array::StatePart;
 use std::ops::Range;
@@ -38,9 +39,10 @@ impl<D: Kernels> Engine<D> {
     /// last step: call [`Engine::resume`] before, and [`Engine::send_weights`] after the last call.
     ///
     /// # Panics
-    /// If the range exceeds the flat order, or an update is pending: see [`Engine::flush`].
+    /// If the range exceeds the flat order, an update is pending (see [`Engine::flush`]), or 8-bit moments do not begin with a
+    /// [`MomentGroup`](crate::optim::int8::MomentGroup).
     pub fn write_state(&mut self, part: StatePart, start: usize, source: &[f32]) -> Result<()> {
-        let piece_elems = self.exchange.mail_words().min(source.len()).max(1);
+        let piece_elems = self.mail_elems().min(source.len()).max(1);
         for (at, piece) in (start..).step_by(piece_elems).zip(source.chunks(piece_elems)) {
             self.await_done()?;
             self.exchange.post(0, piece);
@@ -49,6 +51,11 @@ impl<D: Kernels> Engine<D> {
             self.named(written)?;
         }
         Ok(())
+    }
+
+    /// Elements of a piece of state that the mail buffer carries.
+    fn mail_elems(&self) -> usize {
+        whole_groups(self.exchange.mail_words())
     }
 
     /// Like [`Engine::write_state`], for this rank's slices only.
@@ -75,7 +82,7 @@ impl<D: Kernels> Engine<D> {
     /// # Panics
     /// If the range exceeds the flat order, or an update is pending: see [`Engine::flush`].
     pub fn read_state(&mut self, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
-        let piece_elems = self.exchange.mail_words().min(out.len()).max(1);
+        let piece_elems = self.mail_elems().min(out.len()).max(1);
         for (at, piece) in (start..).step_by(piece_elems).zip(out.chunks_mut(piece_elems)) {
             self.lead(Order::Read, [part.index() as u64, at as u64, piece.len() as u64, 0, 0, 0])?;
             self.await_done()?;

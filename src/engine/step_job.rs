@@ -8,7 +8,7 @@ use crate::engine::protocol::coordinator::{GradUpdate, Work};
 use crate::host::pinned::PinnedSlice;
 use crate::host::pool::Job;
 use crate::optim::formats::{Grads, Weights};
-use crate::optim::host_passes::{HostPasses, UseHostPasses};
+use crate::optim::host_passes::{ArrayMemory, HostPasses, UseHostPasses};
 use crate::optim::optimizer::Optimizer;
 use crate::optim::simd::AdamKernels;
 use crate::optim::state_array::{PerArray, StateArrays, StatePart};
@@ -76,13 +76,16 @@ impl HostState {
         (!common.is_empty()).then(|| self.slice(&common))
     }
 
-    /// The part of a local range.
+    /// The part of a local range. Arrays of groups keep the groups that the range begins and ends within.
     ///
     /// # Panics
     /// If the range exceeds this state.
     pub(super) fn slice(&self, range: &Range<usize>) -> Self {
         let list = self.list;
-        let part = |part, whole: PinnedSlice| whole.slice(list[part].bytes(range.start - self.first), list[part].bytes(range.len()));
+        let part = |part, whole: PinnedSlice| {
+            let place = list[part].place(self.first, range);
+            whole.slice(place.start, place.len())
+        };
         Self { first: range.start, list, arrays: self.arrays.map(part) }
     }
 }
@@ -132,19 +135,20 @@ unsafe impl Job for StepJob {
 
     /// Bytes of state in its formats, and of gradients and weights in the format of their slots.
     fn traffic_bytes(&self) -> u64 {
-        let state = self.state.list.state_bytes();
-        let (grads, weights) = (self.memory.grads.dtype.bytes(), self.memory.params.dtype.bytes());
+        let elems = self.elems();
+        let (state, params) = (self.state.list.bytes(elems), self.state.list[StatePart::PARAMS].bytes(elems));
+        let (grads, weights) = (elems * self.memory.grads.dtype.bytes(), elems * self.memory.params.dtype.bytes());
         let inverse = |undo: Option<GradUpdate>| if undo.is_some() { 2 * state + grads } else { 0 };
-        let bytes_per_elem = match self.work {
+        let bytes = match self.work {
             Work::CommitThenSpeculate { pending: None, .. } => state + grads + weights,
             Work::CommitThenSpeculate { .. } => 2 * state + 2 * grads + weights,
             Work::Step { undo, .. } => inverse(undo) + 2 * state + grads + weights,
-            Work::Restore { undo } => inverse(undo) + 4 + weights,
+            Work::Restore { undo } => inverse(undo) + params + weights,
             Work::Commit(_) => 2 * state + grads,
             // The gradient is moved from one slot to another.
             Work::SpeculateRows(_) => state + 2 * grads + weights,
         };
-        (self.elems() * bytes_per_elem) as u64
+        bytes as u64
     }
 
     fn pieces(&self) -> usize {
@@ -252,18 +256,25 @@ impl StepJob {
         let place = write(grads.part(next.grads, &self.range, &part));
         let packed = write(slots.slot(slot, self.elems()).slice(at * width, part.len() * width));
         place.copy_from_slice(packed);
-        // SAFETY: the state of a part that belongs to this thread.
-        let state = unsafe { self.state_of(passes, &part) };
+        // SAFETY: the state of a part that belongs to this thread. Groups in which it begins or ends are shared, and no piece writes them.
+        let mut state = unsafe { self.state_of(passes, &part, true) };
         let (grads, out) = (Grads::from_bytes(grads.dtype, place), Weights::from_bytes(slots.dtype, packed));
-        passes.speculate(passes.constants(next.update, decay), &state, grads, out);
+        passes.speculate(passes.constants(next.update, decay), &mut state, grads, out);
     }
 
+    /// The state of a part. `shares` says that it may begin and end within groups, which are then only read.
+    ///
     /// # Safety
-    /// The caller must be the only user of the part's state, and must use it through one result at a time.
-    unsafe fn state_of<P: HostPasses>(&self, passes: P, part: &Range<usize>) -> P::State<'_> {
-        // SAFETY: guaranteed by the caller.
-        let write = |_, memory: PinnedSlice| unsafe { memory.as_mut_slice::<u8>() };
-        passes.state(self.flat + part.start - self.range.start, self.state.slice(part).arrays.map(write))
+    /// The caller must be the only user of the part's state, and must use it through one result at a time. Nothing may write shared groups.
+    unsafe fn state_of<P: HostPasses>(&self, passes: P, part: &Range<usize>, shares: bool) -> P::State<'_> {
+        let list = self.state.list;
+        let memory = |part, memory: PinnedSlice| match shares && list[part].has_groups() {
+            // SAFETY: guaranteed by the caller.
+            true => ArrayMemory::Shared(unsafe { memory.as_slice() }),
+            // SAFETY: as above.
+            false => ArrayMemory::Own(unsafe { memory.as_mut_slice() }),
+        };
+        passes.state(self.flat + part.start - self.range.start, self.state.slice(part).arrays.map(memory))
     }
 
     /// Runs the job on a part of the bucket with one decay rule.
@@ -277,7 +288,7 @@ impl StepJob {
         // SAFETY: used once, for the part of the weights that belongs to this thread; the job owns the slot.
         let write = |memory: PinnedSlice| unsafe { memory.as_mut_slice::<u8>() };
         // SAFETY: as above, for the state.
-        let mut state = unsafe { self.state_of(passes, &part) };
+        let mut state = unsafe { self.state_of(passes, &part, false) };
         let grads = |of: GradUpdate| Grads::from_bytes(grads.dtype, read(grads.part(of.grads, &self.range, &part)));
         let constants = |of: GradUpdate| passes.constants(of.update, decay);
         let out = self.out.map(|slot| Weights::from_bytes(slots.dtype, write(slots.part(slot, &self.range, &part))));
@@ -290,7 +301,7 @@ impl StepJob {
         match (self.work, out) {
             #[cfg(feature = "stv")]
             (Work::CommitThenSpeculate { pending: None, next }, Some(out)) => {
-                passes.speculate(constants(next), &state, grads(next), out);
+                passes.speculate(constants(next), &mut state, grads(next), out);
             }
             #[cfg(feature = "stv")]
             (Work::CommitThenSpeculate { pending: Some(p), next }, Some(out)) => {

@@ -13,6 +13,9 @@ use std::sync::{Arc, OnceLock};
 /// (`paper-figures/results/h200-moments.jsonl`).
 const PACKED_FRACTION: f64 = 0.93;
 
+/// Rate of optimizer passes with 8-bit moments relative to fp32 moments. It is assumed: no host was measured.
+const INT8_FRACTION: f64 = 0.9;
+
 /// Assumed speedup of large FP8 products over bfloat16, for profiles without a measurement: the ratio that NVIDIA states for Hopper.
 const FP8_SPEEDUP: f64 = 1.75;
 
@@ -371,7 +374,11 @@ impl Rates {
     /// the bottleneck. Profiles have the rate with fp32 moments.
     pub(crate) fn adam_bytes_per_s(&self, workers: usize, isa: Isa, moments: Moments) -> f64 {
         let curve = if isa == Isa::Scalar { &self.adam_scalar_bytes_per_s_by_threads } else { &self.adam_bytes_per_s_by_threads };
-        let fraction = if moments == Moments::Float32 { 1.0 } else { PACKED_FRACTION };
+        let fraction = match moments {
+            Moments::Float32 => 1.0,
+            Moments::Bfloat16 => PACKED_FRACTION,
+            Moments::Int8 => INT8_FRACTION,
+        };
         curve.at(workers as f64) * fraction
     }
 }

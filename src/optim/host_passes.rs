@@ -5,6 +5,7 @@
 
 use crate::optim::adam::{AdamConsts, AdamHyper, AdamState, AdamStep};
 use crate::optim::formats::{Grads, Weights};
+use crate::optim::int8_state::{Int8State, MomentGroups};
 use crate::optim::moments::{Moment, Moments};
 use crate::optim::optimizer::{Optimizer, Update};
 use crate::optim::simd::AdamKernels;
@@ -20,7 +21,7 @@ pub(crate) trait HostPasses: Copy {
     type Step: Copy;
 
     /// The state in `arrays`; `first` is the index of its first element in the flat order.
-    fn state<'a>(self, first: usize, arrays: PerArray<&'a mut [u8]>) -> Self::State<'a>;
+    fn state<'a>(self, first: usize, arrays: PerArray<ArrayMemory<'a>>) -> Self::State<'a>;
 
     /// The constants of `update`.
     fn constants(self, update: Update, decay: bool) -> Self::Step;
@@ -29,7 +30,7 @@ pub(crate) trait HostPasses: Copy {
     fn step(self, step: Self::Step, state: &mut Self::State<'_>, grads: Grads<'_>, out: Weights<'_>);
 
     /// Writes the working weights that [`HostPasses::step`] would write, and leaves the state unchanged.
-    fn speculate(self, step: Self::Step, state: &Self::State<'_>, grads: Grads<'_>, out: Weights<'_>);
+    fn speculate(self, step: Self::Step, state: &mut Self::State<'_>, grads: Grads<'_>, out: Weights<'_>);
 
     /// [`HostPasses::step`] without working weights.
     #[cfg(feature = "stv")]
@@ -52,6 +53,25 @@ pub(crate) trait HostPasses: Copy {
     fn emit(self, state: &Self::State<'_>, out: Weights<'_>);
 }
 
+/// Memory of an array of a part of the state.
+pub(crate) enum ArrayMemory<'a> {
+    /// Memory of this part alone.
+    Own(&'a mut [u8]),
+    /// Whole groups of a part that may begin or end within a group. Other threads may read them at the same time, and none writes them.
+    Shared(&'a [u8]),
+}
+
+impl<'a> ArrayMemory<'a> {
+    /// # Panics
+    /// If the memory is shared.
+    fn own(self) -> &'a mut [u8] {
+        match self {
+            Self::Own(bytes) => bytes,
+            Self::Shared(_) => panic!("a part of an array without groups shares no memory"),
+        }
+    }
+}
+
 /// Work on the passes of an optimizer that is known at run time: see [`Optimizer::with_host_passes`].
 pub(crate) trait UseHostPasses {
     fn use_passes(self, passes: impl HostPasses);
@@ -63,6 +83,7 @@ impl Optimizer {
         match *self {
             Self::AdamW { hyper, moments: Moments::Float32 } => user.use_passes(AdamWPasses::<f32>::new(kernels, hyper)),
             Self::AdamW { hyper, moments: Moments::Bfloat16 } => user.use_passes(AdamWPasses::<bf16>::new(kernels, hyper)),
+            Self::AdamW { hyper, moments: Moments::Int8 } => user.use_passes(Int8Passes { kernels, hyper }),
         }
     }
 }
@@ -85,21 +106,20 @@ impl<M: Moment> HostPasses for AdamWPasses<M> {
     type State<'a> = AdamState<'a, M>;
     type Step = AdamStep;
 
-    fn state<'a>(self, first: usize, arrays: PerArray<&'a mut [u8]>) -> AdamState<'a, M> {
-        let [params, m, v] = arrays.into_array();
+    fn state<'a>(self, first: usize, arrays: PerArray<ArrayMemory<'a>>) -> AdamState<'a, M> {
+        let [params, m, v] = arrays.into_array().map(ArrayMemory::own);
         AdamState { first, params: bytemuck::cast_slice_mut(params), m: bytemuck::cast_slice_mut(m), v: bytemuck::cast_slice_mut(v) }
     }
 
     fn constants(self, update: Update, decay: bool) -> AdamStep {
-        let hyper = AdamHyper { lr: update.learning_rate, ..self.hyper };
-        AdamStep { consts: AdamConsts::new(&hyper, update.optimizer_step, decay), scale: update.scale }
+        constants(self.hyper, update, decay)
     }
 
     fn step(self, step: AdamStep, state: &mut AdamState<'_, M>, grads: Grads<'_>, out: Weights<'_>) {
         self.kernels.step(step, state, grads, out);
     }
 
-    fn speculate(self, step: AdamStep, state: &AdamState<'_, M>, grads: Grads<'_>, out: Weights<'_>) {
+    fn speculate(self, step: AdamStep, state: &mut AdamState<'_, M>, grads: Grads<'_>, out: Weights<'_>) {
         self.kernels.speculate(step, state, grads, out);
     }
 
@@ -124,6 +144,70 @@ impl<M: Moment> HostPasses for AdamWPasses<M> {
     }
 
     fn emit(self, state: &AdamState<'_, M>, out: Weights<'_>) {
+        self.kernels.emit(state.params, out);
+    }
+}
+
+/// The constants of `update` with the hyperparameters `hyper`, whose learning rate is the update's.
+fn constants(hyper: AdamHyper, update: Update, decay: bool) -> AdamStep {
+    let hyper = AdamHyper { lr: update.learning_rate, ..hyper };
+    AdamStep { consts: AdamConsts::new(&hyper, update.optimizer_step, decay), scale: update.scale }
+}
+
+/// The passes of AdamW with moments in 8 bits.
+#[derive(Clone, Copy, Debug)]
+struct Int8Passes {
+    kernels: AdamKernels,
+    hyper: AdamHyper,
+}
+
+impl HostPasses for Int8Passes {
+    type State<'a> = Int8State<'a>;
+    type Step = AdamStep;
+
+    fn state<'a>(self, first: usize, arrays: PerArray<ArrayMemory<'a>>) -> Int8State<'a> {
+        let ([params, m, v], groups) = (arrays.into_array(), |memory| match memory {
+            ArrayMemory::Own(bytes) => MomentGroups::Own(bytemuck::cast_slice_mut(bytes)),
+            ArrayMemory::Shared(bytes) => MomentGroups::Shared(bytemuck::cast_slice(bytes)),
+        });
+        Int8State { first, params: bytemuck::cast_slice_mut(params.own()), m: groups(m), v: groups(v) }
+    }
+
+    fn constants(self, update: Update, decay: bool) -> AdamStep {
+        constants(self.hyper, update, decay)
+    }
+
+    fn step(self, step: AdamStep, state: &mut Int8State<'_>, grads: Grads<'_>, out: Weights<'_>) {
+        self.kernels.run_int8([Some((step, grads)), None], state, Some(out));
+    }
+
+    fn speculate(self, step: AdamStep, state: &mut Int8State<'_>, grads: Grads<'_>, out: Weights<'_>) {
+        self.kernels.run_int8([None, Some((step, grads))], state, Some(out));
+    }
+
+    #[cfg(feature = "stv")]
+    fn commit(self, step: AdamStep, state: &mut Int8State<'_>, grads: Grads<'_>) {
+        self.kernels.run_int8([Some((step, grads)), None], state, None);
+    }
+
+    #[cfg(feature = "stv")]
+    fn commit_then_speculate(
+        self,
+        (pending, pending_grads): (AdamStep, Grads<'_>),
+        (next, grads): (AdamStep, Grads<'_>),
+        state: &mut Int8State<'_>,
+        out: Weights<'_>,
+    ) {
+        self.kernels.run_int8([Some((pending, pending_grads)), Some((next, grads))], state, Some(out));
+    }
+
+    /// # Panics
+    /// Always: settings with the inverse rollback have fp32 moments.
+    fn inverse(self, _: AdamStep, _: &mut Int8State<'_>, _: Grads<'_>) {
+        unreachable!("the inverse rollback has fp32 moments")
+    }
+
+    fn emit(self, state: &Int8State<'_>, out: Weights<'_>) {
         self.kernels.emit(state.params, out);
     }
 }

@@ -8,6 +8,8 @@ pub(crate) mod adam;
 pub(crate) mod clip;
 pub(crate) mod formats;
 pub(crate) mod host_passes;
+pub(crate) mod int8;
+pub(crate) mod int8_state;
 mod lifted;
 mod lifted_step;
 pub(crate) mod moments;

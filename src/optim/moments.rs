@@ -1,4 +1,4 @@
-//! Storage of AdamW's moments: as fp32, or in 16 bits.
+//! Storage of AdamW's moments: as fp32, in 16 bits, or in 8 bits ([`int8`](crate::optim::int8)).
 //!
 //! A step computes in fp32 in both formats, and computes its parameters from moments before rounding; the next step reads the stored
 //! moments. bfloat16 has 8 bits of significand, so a value changes by at least half an ulp, 0.2 to 0.4 %, or not at all. A first moment
@@ -22,6 +22,8 @@ pub enum Moments {
     Float32,
     /// 16 bits, second moments rounded at random: 8 bytes.
     Bfloat16,
+    /// 8 bits and shared exponents, second moments rounded at random: 6.06 bytes.
+    Int8,
 }
 
 impl fmt::Display for Moments {
@@ -29,6 +31,7 @@ impl fmt::Display for Moments {
         match self {
             Self::Float32 => Dtype::Float32.fmt(f),
             Self::Bfloat16 => Dtype::Bfloat16.fmt(f),
+            Self::Int8 => f.write_str("int8"),
         }
     }
 }
@@ -121,6 +124,7 @@ fn mixed(mut x: u32) -> u32 {
 mod tests {
     use super::*;
     use crate::optim::adam::{self, AdamConsts, AdamHyper, AdamState, AdamStep};
+    use crate::optim::int8::{self, MomentKind};
     use crate::optim::samples::{assert_same, ordinary, wild};
     use crate::optim::state_array::StatePart;
 
@@ -168,7 +172,8 @@ mod tests {
     #[test]
     fn stored_moments_read_back_and_a_second_moment_rounds_to_either_side() {
         let (values, rounding) = (wild::<f32>(4, 999), Rounding { key: rounding_key(5), first: 77 });
-        for moments in [Moments::Float32, Moments::Bfloat16] {
+        for moments in [Moments::Float32, Moments::Bfloat16, Moments::Int8] {
+            let rounding = if moments == Moments::Int8 { Rounding { first: 128, ..rounding } } else { rounding };
             for part in moments.arrays().parts() {
                 let array = moments.arrays()[part];
                 let mut stored = vec![0; array.bytes(values.len())];
@@ -179,14 +184,21 @@ mod tests {
                     Ok(())
                 };
                 array.load(&mut read, copy).unwrap();
+                let mut groups = vec![0.0; values.len()];
+                if moments == Moments::Int8 && part != StatePart::PARAMS {
+                    let kind = if part == StatePart::M { MomentKind::First } else { MomentKind::Second };
+                    int8::decode_all(kind, &stored, &mut groups);
+                }
                 let want = |i: usize| match (moments, part) {
+                    (Moments::Int8, StatePart::PARAMS) => int8::settled(values[i]),
+                    (Moments::Int8, _) => groups[i],
                     (Moments::Bfloat16, StatePart::M) => <bf16 as Element>::from_f32(values[i]).to_f32(),
                     (Moments::Bfloat16, StatePart::V) => bf16::second(values[i], rounding.bits(i)).to_f32(),
                     _ => values[i],
                 };
                 assert_same(&read, &(0..values.len()).map(want).collect::<Vec<_>>(), &format!("{part:?} in {moments}"));
                 let mut again = vec![0; stored.len()];
-                array.store(&read, rounding.behind(3), &mut again);
+                array.store(&read, Rounding { key: 3, ..rounding }, &mut again);
                 assert!(again == stored || values.iter().any(|x| x.is_nan()), "{part:?} in {moments}: what is held stays");
             }
         }

@@ -55,6 +55,7 @@ impl Moments {
         match self {
             Self::Float32 => StateArrays::new(&FLOAT32),
             Self::Bfloat16 => StateArrays::new(&BFLOAT16),
+            Self::Int8 => StateArrays::new(&INT8),
         }
     }
 
@@ -64,6 +65,7 @@ impl Moments {
             (Masters::Float32, _) => self.arrays(),
             (Masters::Split, Self::Float32) => StateArrays::new(&SPLIT_FLOAT32),
             (Masters::Split, Self::Bfloat16) => StateArrays::new(&SPLIT_BFLOAT16),
+            (Masters::Split, Self::Int8) => StateArrays::new(&SPLIT_INT8),
         }
     }
 }
@@ -84,8 +86,10 @@ const fn adamw(masters: StateArray, dtype: Dtype) -> [StateArray; 3] {
 
 const FLOAT32: [StateArray; 3] = adamw(StateArray::PARAMS, Dtype::Float32);
 const BFLOAT16: [StateArray; 3] = adamw(StateArray::PARAMS, Dtype::Bfloat16);
+const INT8: [StateArray; 3] = adamw(StateArray::SETTLED, Dtype::Uint8);
 const SPLIT_FLOAT32: [StateArray; 3] = adamw(StateArray::LOWER, Dtype::Float32);
 const SPLIT_BFLOAT16: [StateArray; 3] = adamw(StateArray::LOWER, Dtype::Bfloat16);
+const SPLIT_INT8: [StateArray; 3] = adamw(StateArray::LOWER, Dtype::Uint8);
 
 /// One application of a gradient: optimizer step, learning rate and gradient scale.
 #[derive(Clone, Copy, Debug, PartialEq)]

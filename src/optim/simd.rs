@@ -388,11 +388,17 @@ impl PassAccess {
     /// The elements `at`; prefetches later elements.
     #[inline(always)]
     fn read<'a, T>(self, array: &'a [T], at: &Range<usize>) -> &'a [T] {
+        self.prefetch(array, at.start);
+        &array[at.clone()]
+    }
+
+    /// Prefetches the block that a pass at element `at` will read later.
+    #[inline(always)]
+    fn prefetch<T>(self, array: &[T], at: usize) {
         if self.prefetch_elems > 0 {
-            let later = array.as_ptr().wrapping_add(at.start + self.prefetch_elems).cast::<StoreLine>();
+            let later = array.as_ptr().wrapping_add(at + self.prefetch_elems).cast::<StoreLine>();
             (0..size_of::<[T; BLOCK]>() / LINE_BYTES).for_each(|line| shells::prefetch(later.wrapping_add(line)));
         }
-        &array[at.clone()]
     }
 
     /// A block that begins with the elements `at`.
@@ -431,6 +437,9 @@ impl PassAccess {
 struct StoreLine([u8; LINE_BYTES]);
 
 mod blocks;
+mod int8;
+#[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
+mod int8_avx512;
 mod lifting;
 mod split;
 
@@ -457,6 +466,7 @@ mod tests {
 
     mod campaign;
     mod guard_pages;
+    mod int8;
     mod split;
     #[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
     mod watched;

@@ -15,6 +15,8 @@
 
 use crate::dtype::Element;
 use crate::optim::adam::{AdamElement, AdamStep, stored_moments};
+use crate::optim::int8::{GROUP, MomentGroup};
+use crate::optim::int8_state::{self, Int8State};
 use crate::optim::moments::{Moment, Rounding};
 use half::bf16;
 use std::fmt;
@@ -120,19 +122,24 @@ pub(crate) fn encoded<M: Moment>(master: f32, v: M) -> (bf16, u16, M) {
     (weight, lower, v.with_sign(tie))
 }
 
-/// Splits `masters` into `weights`, `lower` halves, and ties in the signs of `v`, the second moments in their stored form.
-pub(crate) fn split(masters: &[f32], weights: &mut [bf16], lower: &mut [u16], v: &mut [u8]) {
-    for ((&master, (weight, lower)), sign) in masters.iter().zip(weights.iter_mut().zip(lower)).zip(sign_bytes(v, masters.len())) {
+/// Splits `masters` into `weights`, `lower` halves, and ties in the signs of `v`, the second moments in their stored form. Masters beside
+/// 8-bit moments have no ties: see [`settled`](crate::optim::int8::settled).
+pub(crate) fn split(masters: &[f32], weights: &mut [bf16], lower: &mut [u16], v: Option<&mut Vec<u8>>) {
+    for (&master, (weight, lower)) in masters.iter().zip(weights.iter_mut().zip(lower)) {
         let halves = SplitMaster::of(master);
-        (*weight, *lower, *sign) = (halves.weight, halves.lower, *sign & !SIGN | u8::from(halves.tie) << 7);
+        (*weight, *lower) = (halves.weight, halves.lower);
+    }
+    let Some(v) = v else { return };
+    for (&master, sign) in masters.iter().zip(sign_bytes(v, masters.len())) {
+        *sign = *sign & !SIGN | u8::from(SplitMaster::of(master).tie) << 7;
     }
 }
 
 /// Joins the halves of `masters`; see [`split`].
-pub(crate) fn join(weights: &[bf16], lower: &[u16], v: &[u8], masters: &mut [f32]) {
-    let width = v.len() / masters.len().max(1);
+pub(crate) fn join(weights: &[bf16], lower: &[u16], v: Option<&[u8]>, masters: &mut [f32]) {
+    let width = v.map_or(0, |v| v.len() / masters.len().max(1));
     for (i, master) in masters.iter_mut().enumerate() {
-        let tie = v[(i + 1) * width - 1] & SIGN > 0;
+        let tie = v.is_some_and(|v| v[(i + 1) * width - 1] & SIGN > 0);
         *master = SplitMaster { weight: weights[i], lower: lower[i], tie }.master();
     }
 }
@@ -168,6 +175,42 @@ pub(crate) fn step<M: Moment, G: Element>(step: AdamStep, state: &mut SplitState
     let mut state = state.sized(grads.len());
     for (i, grad) in grads.iter().enumerate() {
         state.set(i, step.apply(state.get(i), grad.to_f32()), step);
+    }
+}
+
+/// The state of a range of parameters with split masters and 8-bit moments. The masters are
+/// [`settled`](crate::optim::int8::settled), so none has a tie.
+#[derive(Debug)]
+pub(crate) struct SplitInt8State<'a> {
+    /// Index of the first element in the flat order.
+    pub first: usize,
+    /// Working weights.
+    pub weights: &'a mut [bf16],
+    /// Lower halves of the masters.
+    pub lower: &'a mut [u16],
+    /// First moments: the groups that have elements of the range.
+    pub m: &'a mut [MomentGroup],
+    /// Second moments, in as many groups.
+    pub v: &'a mut [MomentGroup],
+}
+
+/// [`step`] with 8-bit moments.
+///
+/// # Panics
+/// If lengths differ, or the state does not begin with a group.
+#[inline(always)]
+pub(crate) fn step_int8<G: Element>(step: AdamStep, state: &mut SplitInt8State<'_>, grads: &[G]) {
+    let SplitInt8State { first, weights, lower, m, v } = state;
+    assert!(first.is_multiple_of(GROUP), "split masters with 8-bit moments from element {first} on");
+    let groups = (m.iter_mut().zip(v.iter_mut())).zip(weights.chunks_mut(GROUP).zip(lower.chunks_mut(GROUP)));
+    for ((nth, ((m, v), (weights, lower))), grads) in groups.enumerate().zip(grads.chunks(GROUP)) {
+        let mut masters = [0.0; GROUP];
+        let params = &mut masters[..grads.len()];
+        join(weights, lower, None, params);
+        let groups = (std::slice::from_mut(m), std::slice::from_mut(v));
+        let state = &mut Int8State::new(*first + nth * GROUP, params, groups.0, groups.1);
+        int8_state::run([Some((step, grads)), None], state, Some(&mut *weights));
+        split(&masters[..grads.len()], weights, lower, None);
     }
 }
 

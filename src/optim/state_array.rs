@@ -4,9 +4,10 @@
 
 use crate::dtype::Dtype;
 use crate::error::Result;
+use crate::optim::int8::{self, GROUP, MomentGroup, MomentKind};
 use crate::optim::moments::{Moment, Rounding};
 use half::bf16;
-use std::ops::Index;
+use std::ops::{Index, Range};
 
 /// Largest number of arrays of an optimizer's state.
 const ARRAYS_MAX: usize = 3;
@@ -37,6 +38,8 @@ pub enum ArrayRounding {
     Nearest,
     /// Up or down at random, so that the mean is correct: see [`Rounding`].
     Stochastic,
+    /// Of master weights beside 8-bit moments: see [`int8::settled`].
+    Settled,
 }
 
 /// One array of an optimizer's state.
@@ -44,7 +47,7 @@ pub enum ArrayRounding {
 pub struct StateArray {
     /// Name in messages and in lists of allocations.
     pub name: &'static str,
-    /// Format between steps. A step computes in fp32.
+    /// Format between steps. A step computes in fp32. Arrays of `uint8` consist of [`MomentGroup`]s.
     pub dtype: Dtype,
     /// Rounding to that format.
     pub rounding: ArrayRounding,
@@ -56,29 +59,82 @@ impl StateArray {
     /// The master weights.
     pub const PARAMS: Self = Self { name: "parameters", dtype: Dtype::Float32, rounding: ArrayRounding::Nearest, is_nonnegative: false };
 
+    /// The master weights beside 8-bit moments.
+    pub(super) const SETTLED: Self = Self { rounding: ArrayRounding::Settled, ..Self::PARAMS };
+
     /// The lower halves of split master weights, in memory only.
     pub(super) const LOWER: Self =
         Self { name: "lower halves", dtype: Dtype::Uint16, rounding: ArrayRounding::Nearest, is_nonnegative: false };
 
-    /// Bytes of the values of `elems` parameters.
-    pub const fn bytes(&self, elems: usize) -> usize {
-        elems * self.dtype.bytes()
-    }
-
-    /// Fills `to` with the stored form of fp32 `values`. Values that the format does not represent are rounded; `rounding` has the random
-    /// bits.
-    ///
-    /// # Panics
-    /// If `to` has another size.
-    pub(crate) fn store(&self, values: &[f32], rounding: Rounding, to: &mut [u8]) {
-        match (self.dtype, self.rounding) {
-            (Dtype::Bfloat16, ArrayRounding::Stochastic) => narrow(values, to, |i, v| bf16::second(v, rounding.bits(i))),
-            (Dtype::Bfloat16, ArrayRounding::Nearest) => narrow(values, to, |_, x| bf16::from_f32(x)),
-            _ => to.copy_from_slice(bytemuck::cast_slice(values)),
+    /// Elements and bytes of the smallest part that is stored by itself.
+    const fn unit(&self) -> (usize, usize) {
+        match self.dtype {
+            Dtype::Uint8 => (GROUP, size_of::<MomentGroup>()),
+            dtype => (1, dtype.bytes()),
         }
     }
 
-    /// Passes the stored form of fp32 `values` to `each`, in pieces. The format must represent the values exactly.
+    /// Bytes of the values of `elems` parameters.
+    pub const fn bytes(&self, elems: usize) -> usize {
+        let (unit_elems, unit_bytes) = self.unit();
+        elems.div_ceil(unit_elems) * unit_bytes
+    }
+
+    /// Number of values of [`StateArray::dtype`] in which `elems` parameters are stored.
+    pub(crate) const fn stored_values(&self, elems: usize) -> usize {
+        self.bytes(elems) / self.dtype.bytes()
+    }
+
+    /// Bytes with the elements `range` in memory that begins with the unit of element `first`. They begin and end with whole units.
+    pub(crate) const fn place(&self, first: usize, range: &Range<usize>) -> Range<usize> {
+        let (unit_elems, unit_bytes) = self.unit();
+        let before = first / unit_elems;
+        (range.start / unit_elems - before) * unit_bytes..(range.end.div_ceil(unit_elems) - before) * unit_bytes
+    }
+
+    /// Whether values are stored in [`MomentGroup`]s.
+    pub(crate) fn has_groups(&self) -> bool {
+        self.groups_of().is_some()
+    }
+
+    /// Which moments an array of [`MomentGroup`]s has.
+    fn groups_of(&self) -> Option<MomentKind> {
+        let kind = if self.rounding == ArrayRounding::Stochastic { MomentKind::Second } else { MomentKind::First };
+        (self.dtype == Dtype::Uint8).then_some(kind)
+    }
+
+    /// Fills `to` with the stored form of fp32 `values`. Values that the format does not represent are rounded; `rounding` has the random
+    /// bits. The values of an array of [`MomentGroup`]s begin with a group, and zeros are stored behind the last value.
+    ///
+    /// # Panics
+    /// If `to` has another size, or the values of groups begin inside one.
+    pub(crate) fn store(&self, values: &[f32], rounding: Rounding, to: &mut [u8]) {
+        assert!(rounding.first.is_multiple_of(self.unit().0), "values of {} from element {} on", self.name, rounding.first);
+        match (self.dtype, self.rounding) {
+            (Dtype::Bfloat16, ArrayRounding::Stochastic) => narrow(values, to, |i, v| bf16::second(v, rounding.bits(i))),
+            (Dtype::Bfloat16, _) => narrow(values, to, |_, x| bf16::from_f32(x)),
+            _ => match self.groups_of() {
+                Some(kind) => int8::encode_all(kind, values, rounding, to),
+                None if self.rounding == ArrayRounding::Settled => {
+                    assert_eq!(to.len(), 4 * values.len(), "room for the stored values");
+                    for (to, &value) in to.chunks_exact_mut(4).zip(values) {
+                        to.copy_from_slice(&int8::settled(value).to_le_bytes());
+                    }
+                }
+                None => to.copy_from_slice(bytemuck::cast_slice(values)),
+            },
+        }
+    }
+
+    /// Rounds fp32 `values` that are stored in place.
+    pub(crate) fn settle(&self, values: &mut [f32]) {
+        if self.rounding == ArrayRounding::Settled {
+            values.iter_mut().for_each(|value| *value = int8::settled(*value));
+        }
+    }
+
+    /// Passes the stored form of fp32 `values` to `each`, in pieces. The format must represent the values exactly. The values of an array
+    /// of [`MomentGroup`]s begin with a group, and they end with a group or a tensor.
     ///
     /// # Errors
     /// Errors of `each`.
@@ -86,20 +142,29 @@ impl StateArray {
         if self.dtype == Dtype::Float32 {
             return each(bytemuck::cast_slice(values));
         }
-        let mut buffer = [0; 2 * 4096];
-        values.chunks(buffer.len() / 2).try_for_each(|values| {
-            let bytes = &mut buffer[..2 * values.len()];
-            narrow(values, bytes, |_, x| bf16::from_f32(x));
+        let mut buffer = [0; 2 * PIECE];
+        values.chunks(PIECE).try_for_each(|values| {
+            let bytes = &mut buffer[..self.bytes(values.len())];
+            match self.groups_of() {
+                Some(kind) => int8::encode_all(kind, values, Rounding { key: 0, first: 0 }, bytes),
+                None => narrow(values, bytes, |_, x| bf16::from_f32(x)),
+            }
             each(bytes)
         })
     }
 
-    /// Sets `values` from their stored form, which `read` provides.
+    /// Sets `values` from their stored form, which `read` provides. The values of an array of [`MomentGroup`]s begin with a group.
     ///
     /// # Errors
     /// Errors of `read`.
     pub(crate) fn load(&self, values: &mut [f32], read: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         let elems = values.len();
+        if let Some(kind) = self.groups_of() {
+            let mut bytes = vec![0; self.bytes(elems)];
+            read(&mut bytes)?;
+            int8::decode_all(kind, &bytes, values);
+            return Ok(());
+        }
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
         // The stored form is read to the end of the fp32 buffer, so that no other memory is needed.
         let start = bytes.len() - self.bytes(elems);
@@ -111,6 +176,9 @@ impl StateArray {
         Ok(())
     }
 }
+
+/// Elements whose stored form is passed on at once: whole [`MomentGroup`]s.
+const PIECE: usize = 4096;
 
 fn narrow(values: &[f32], to: &mut [u8], stored: impl Fn(usize, f32) -> bf16) {
     assert_eq!(to.len(), 2 * values.len(), "room for the stored values");
@@ -143,9 +211,9 @@ impl StateArrays {
         usize::try_from(index).ok().filter(|&index| index < self.0.len()).map(StatePart)
     }
 
-    /// Bytes of a parameter's state.
-    pub fn state_bytes(self) -> usize {
-        self.bytes(1)
+    /// Bytes of a parameter's state; 8-bit moments have a fraction of a byte for exponents.
+    pub fn bytes_per_elem(self) -> f64 {
+        self.bytes(GROUP) as f64 / GROUP as f64
     }
 
     /// Bytes of the state of `elems` parameters.
@@ -160,7 +228,12 @@ impl StateArrays {
 
     /// Bytes of a value in the narrowest array.
     pub(crate) fn narrowest_bytes(self) -> usize {
-        self.0.iter().map(|array| array.bytes(1)).min().unwrap_or(1)
+        self.0.iter().map(|array| array.dtype.bytes()).min().unwrap_or(1)
+    }
+
+    /// Multiples at which the elements of a tensor may be divided.
+    pub(crate) fn unit_elems(self) -> usize {
+        self.0.iter().map(|array| array.unit().0).max().unwrap_or(1)
     }
 }
 
@@ -244,6 +317,8 @@ mod tests {
     use crate::error::Error;
     use crate::optim::moments::Moments;
 
+    const INT8_PARTS: [StatePart; 3] = [StatePart::PARAMS, StatePart::M, StatePart::V];
+
     /// An optimizer with a single moment.
     const MOMENTUM: [StateArray; 2] = [
         StateArray::PARAMS,
@@ -252,17 +327,35 @@ mod tests {
 
     #[test]
     fn bytes_and_places_of_a_state_follow_from_its_list() {
-        let lists = [Moments::Float32.arrays(), Moments::Bfloat16.arrays(), StateArrays::new(&MOMENTUM)];
-        assert_eq!(lists.map(|list| (list.state_bytes(), list.narrowest_bytes())), [(12, 4), (8, 2), (6, 2)]);
+        let lists = [Moments::Float32.arrays(), Moments::Bfloat16.arrays(), StateArrays::new(&MOMENTUM), Moments::Int8.arrays()];
+        let bytes = |list: StateArrays| (list.bytes_per_elem(), list.narrowest_bytes(), list.unit_elems());
+        assert_eq!(lists.map(bytes), [(12.0, 4, 1), (8.0, 2, 1), (6.0, 2, 1), (6.0625, 1, 128)]);
         let places = |list: StateArrays| list.parts().map(|part| list.offset(part, 10)).collect::<Vec<_>>();
-        assert_eq!(lists.map(places), [vec![0, 40, 80], vec![0, 40, 60], vec![0, 40]]);
+        assert_eq!(lists.map(places), [vec![0, 40, 80], vec![0, 40, 60], vec![0, 40], vec![0, 40, 172]]);
         for list in lists {
             let end: usize = list.parts().map(|part| list[part].bytes(10)).sum();
-            assert_eq!((list.bytes(10), list.bytes(10)), (end, 10 * list.state_bytes()));
+            assert_eq!(list.bytes(10), end);
             let parts: Vec<_> = list.parts().collect();
             assert_eq!((0..4).map_while(|index| list.part(index)).collect::<Vec<_>>(), parts);
         }
         assert_eq!(lists[2].part(u64::MAX), None);
+    }
+
+    #[test]
+    fn ranges_of_groups_are_whole_groups() {
+        let [params, m, _] = INT8_PARTS.map(|part| Moments::Int8.arrays()[part]);
+        assert_eq!((params.place(4096, &(4100..4200)), m.place(4096, &(4100..4200))), (16..416, 0..132));
+        assert_eq!((m.place(4096, &(4096 + 127..4096 + 129)), m.place(4100, &(4352..4480))), (0..264, 264..396));
+        assert_eq!((m.bytes(0), m.bytes(1), m.bytes(128), m.bytes(129)), (0, 132, 132, 264));
+        assert_eq!(m.stored_values(256), 264);
+        assert_eq!([0, 1, 127, 128, 1000].map(int8::whole_groups), [128, 128, 128, 128, 896]);
+    }
+
+    #[test]
+    #[should_panic(expected = "values of m from element 64 on")]
+    fn groups_are_not_stored_from_within() {
+        let m = Moments::Int8.arrays()[StatePart::M];
+        m.store(&[0.0; 64], Rounding { key: 0, first: 64 }, &mut [0; 132]);
     }
 
     #[test]

@@ -22,6 +22,7 @@ use crate::model::tensors::{Module, TensorTable};
 use crate::optim::PIECE_ELEMS;
 use crate::optim::norm::BLOCK;
 use crate::optim::split::Masters;
+use crate::optim::state_array::StateArrays;
 use crate::planner::rules::Policy;
 use crate::ranks::progress::CounterSizes;
 use crate::ranks::slice_connections::slices_under_way;
@@ -120,10 +121,10 @@ impl Workload<'_> {
         &self.recipe.model
     }
 
-    /// Bytes of a parameter's state, if the device steps it, without the working weight. States in unified memory have float32 masters.
-    pub(crate) fn device_state_bytes(&self, tier: Tier) -> usize {
+    /// The arrays of a state that the device steps, without the working weights. States in unified memory have float32 masters.
+    pub(crate) fn device_arrays(&self, tier: Tier) -> StateArrays {
         let masters = if tier == Tier::Device { self.protocol.masters } else { Masters::Float32 };
-        self.recipe.optimizer().device_arrays(masters).state_bytes()
+        self.recipe.optimizer().device_arrays(masters)
     }
 
     /// Host slots for gradients: one for each offloaded bucket, so that no bucket waits. With deferred updates there are `slots` more,
@@ -199,7 +200,7 @@ impl Workload<'_> {
 
     /// All memory classes that are not empty.
     pub(crate) fn classes(&self, layout: &BucketLayout, rings: Rings, activations: &ActivationPlan) -> Vec<MemoryClass> {
-        let (flat, ranks, state_bytes) = (layout.flat_elems(), self.site.ranks, self.recipe.numerics.moments.arrays().state_bytes());
+        let (flat, ranks, arrays) = (layout.flat_elems(), self.site.ranks, self.recipe.numerics.moments.arrays());
         // Only the optimizer state of a paged bucket crosses the link.
         let [offloaded, paged] = [Tier::Host, Tier::Unified].map(|tier| layout.elems_in(tier).len());
         let slices = || (0..ranks).map(|rank| Slices::new(layout.clone(), rank, ranks));
@@ -233,13 +234,13 @@ impl Workload<'_> {
             class("passing sums", MemorySpace::Device, passing * sum_bytes),
             class("peers' gradients", MemorySpace::Device, pulled),
             class("NCCL's buffers", MemorySpace::Device, if self.site.by_nccl { ranks * gpu::NCCL_BYTES } else { 0 }),
-            class("resident p, m, v", MemorySpace::Device, self.device_state_bytes(Tier::Device) * resident),
+            class("resident p, m, v", MemorySpace::Device, self.device_arrays(Tier::Device).bytes(resident)),
             class("paged states here", MemorySpace::Device, self.paged_window_bytes(layout)),
             class("cast staging", MemorySpace::Device, staging),
             class("activations", MemorySpace::Device, ranks * activations.device_bytes().0 as usize),
             class("norm partials", MemorySpace::Device, owned / BLOCK * 4 + ranks * 4),
-            class("offloaded p, m, v", MemorySpace::Host, state_bytes * offloaded),
-            class("paged p, m, v", MemorySpace::Host, state_bytes * paged),
+            class("offloaded p, m, v", MemorySpace::Host, arrays.bytes(offloaded)),
+            class("paged p, m, v", MemorySpace::Host, arrays.bytes(paged)),
             class("gradient slots", MemorySpace::Host, self.grad_slots(layout) * slot_bytes),
             class("gradients' sums", MemorySpace::Host, summed_there * sum_bytes),
             class(params_name, MemorySpace::Host, self.param_slots(layout, rings) * slot_bytes),
@@ -341,7 +342,7 @@ impl Workload<'_> {
     fn paged_window_bytes(&self, layout: &BucketLayout) -> usize {
         let DeviceMemory::Own { addressing: Addressing::Managed, .. } = self.site.machine.device else { return 0 };
         PAGED_WINDOW.min(layout.buckets_in(Tier::Unified).len())
-            * (self.recipe.numerics.moments.arrays().state_bytes() * layout.bucket_elems() + 3 * PAGE_BYTES)
+            * (self.recipe.numerics.moments.arrays().bytes(layout.bucket_elems()) + 3 * PAGE_BYTES)
     }
 }
 

@@ -86,7 +86,7 @@ impl<'a> Predictor<'a> {
         let (rates, ranks) = (&self.workload.site.machine.rates, self.workload.site.ranks as f64);
         let accum = self.workload.recipe.step.micro_batches_each(self.workload.site.ranks) as f64;
         let offloaded = layout.offloaded_elems() as f64 / ranks;
-        let state_bytes = self.workload.recipe.numerics.moments.arrays().state_bytes();
+        let state_bytes = self.workload.recipe.numerics.moments.arrays().bytes_per_elem();
         let on_device = [Tier::Device, Tier::Unified].map(|tier| layout.elems_in(tier).len() as f64 / ranks * self.adam_bytes(tier));
         let passes_s = accum * self.passes.micro_step_s(policies) + self.sums_s(layout.flat_elems());
         let adam_s = on_device.iter().sum::<f64>() / rates.device_bytes_per_s;
@@ -94,7 +94,7 @@ impl<'a> Predictor<'a> {
         if layout.away() == Tier::Unified {
             // States are paged while the optimizer runs, when nothing else uses the link.
             let paged = layout.elems_in(Tier::Unified).len() as f64 / ranks;
-            let paged_s = paged * state_bytes as f64 / self.paging_bytes_per_s();
+            let paged_s = paged * state_bytes / self.paging_bytes_per_s();
             let step_s = passes_s.max(kept_s) + adam_s.max(paged_s);
             return Prediction {
                 device_s: passes_s + adam_s,
@@ -122,7 +122,7 @@ impl<'a> Predictor<'a> {
         // Copies in both directions slow down everything else.
         let beside_copies = |alone_s: f64, fraction: f64| alone_s + link_s.min(alone_s) * (1.0 / fraction - 1.0);
         let device_s = beside_copies(passes_s + adam_s, rates.matmul_under_copies) + swapped_s;
-        let pool_s = |bytes: usize| beside_copies(offloaded * bytes as f64 / self.adam_bytes_per_s(), rates.adam_under_copies);
+        let pool_s = |bytes: f64| beside_copies(offloaded * bytes / self.adam_bytes_per_s(), rates.adam_under_copies);
         let (stepped_s, deferred_s) = (pool_s(self.stepped_bytes()), pool_s(self.deferred_bytes()));
         let start_up_s = self.start_up_s(layout);
         // The forward pass is a third of the device's work. With validation first, the pool starts after the verdict, so only the forward
@@ -145,7 +145,7 @@ impl<'a> Predictor<'a> {
             return 0.0;
         }
         let copied = elems * self.workload.protocol.link_dtype.bytes();
-        let stepped_s = (elems * self.stepped_bytes()) as f64 / self.adam_bytes_per_s();
+        let stepped_s = elems as f64 * self.stepped_bytes() / self.adam_bytes_per_s();
         rates.to_host_s(copied) + rates.wake_up_s + stepped_s + rates.to_device_s(copied)
     }
 
@@ -170,17 +170,17 @@ impl<'a> Predictor<'a> {
         let is_split = tier == Tier::Device && self.workload.protocol.masters == Masters::Split;
         let passes_over_weights = if is_split { 2 } else { 1 };
         let dtype_bytes = self.workload.recipe.numerics.dtype.bytes();
-        (2 * self.workload.device_state_bytes(tier) + (1 + passes_over_weights) * dtype_bytes) as f64
+        2.0 * self.workload.device_arrays(tier).bytes_per_elem() + ((1 + passes_over_weights) * dtype_bytes) as f64
     }
 
     /// Bytes per parameter of an update after the verdict: state read and written, gradient read, weight written.
-    fn stepped_bytes(&self) -> usize {
-        2 * self.workload.recipe.numerics.moments.arrays().state_bytes() + 2 * self.workload.protocol.link_dtype.bytes()
+    fn stepped_bytes(&self) -> f64 {
+        2.0 * self.workload.recipe.numerics.moments.arrays().bytes_per_elem() + (2 * self.workload.protocol.link_dtype.bytes()) as f64
     }
 
     /// Bytes per parameter of a pass that commits one update and speculates on the next, with two gradients.
-    fn deferred_bytes(&self) -> usize {
-        self.stepped_bytes() + self.workload.protocol.link_dtype.bytes()
+    fn deferred_bytes(&self) -> f64 {
+        self.stepped_bytes() + self.workload.protocol.link_dtype.bytes() as f64
     }
 
     fn adam_bytes_per_s(&self) -> f64 {

@@ -320,13 +320,13 @@ mod tests {
     }
 
     #[test]
-    fn offloaded_state_takes_14_bytes_a_parameter_or_10_and_the_lent_memory() {
-        for (moments, bytes) in [(Moments::Float32, 14), (Moments::Bfloat16, 10)] {
+    fn offloaded_state_takes_14_bytes_a_parameter_or_10_or_8_and_the_lent_memory() {
+        for (moments, bytes) in [(Moments::Float32, 14.0), (Moments::Bfloat16, 10.0), (Moments::Int8, 8.0625)] {
             expect_offloaded_bytes(moments, bytes);
         }
     }
 
-    fn expect_offloaded_bytes(moments: Moments, bytes: usize) {
+    fn expect_offloaded_bytes(moments: Moments, bytes: f64) {
         let plan = plan(Settings { moments, without: vec![Technique::Repartition], ..Settings::demo() }).unwrap();
         let lent = 2 * plan.placement.param_slots * plan.placement.layout.bucket_elems() * 2;
         let classes = plan.forecast.memory.iter().filter(|class| class.space == MemorySpace::Host && class.name != "batches, norm");
@@ -335,7 +335,7 @@ mod tests {
         // Every slot has the length of a whole bucket, also that of the shorter last bucket.
         let last_slot_excess =
             2 * (plan.placement.layout.count() * plan.placement.layout.bucket_elems() - plan.placement.layout.flat_elems());
-        assert_eq!(state, bytes * plan.placement.layout.flat_elems() + last_slot_excess);
+        assert_eq!(state as f64, bytes * plan.placement.layout.flat_elems() as f64 + last_slot_excess as f64);
     }
 
     #[test]

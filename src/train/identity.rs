@@ -146,7 +146,8 @@ fn may_be_one_kind(then: &Map<String, Value>, now: &Map<String, Value>) -> bool 
 
 /// The differences of moments, with the effect of a conversion.
 fn moments_differences(then: &Value, now: &Value) -> Vec<String> {
-    let widens = *now == json!(Moments::Float32);
+    // Every 8-bit moment is a number of bfloat16.
+    let widens = *now == json!(Moments::Float32) || (*then == json!(Moments::Int8) && *now == json!(Moments::Bfloat16));
     let converted = if widens { "no value changes" } else { "rounded as the checkpoint's last step rounds" };
     let name = |value: &Value| value.as_str().map_or(brief(value), brief_text);
     if then == now { vec![] } else { vec![format!("they were {} and are {}: {converted}", name(then), name(now))] }
@@ -279,6 +280,11 @@ mod tests {
         assert_eq!(changes(&then, &now(Moments::Float32)), []);
         let words = "they were float32 and are bfloat16: rounded as the checkpoint's last step rounds";
         assert_eq!(changes(&then, &now(Moments::Bfloat16)), [(RunPart::Moments, words.to_string())]);
+        let between = |then: Moments, now: Moments| moments_differences(&json!(then), &json!(now)).join("");
+        let widened = between(Moments::Int8, Moments::Bfloat16);
+        assert_eq!(widened, "they were int8 and are bfloat16: no value changes");
+        let rounded = between(Moments::Bfloat16, Moments::Int8);
+        assert_eq!(rounded, "they were bfloat16 and are int8: rounded as the checkpoint's last step rounds");
     }
 
     #[test]

@@ -17,8 +17,8 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     harness.reference("whole", &["--max-steps", "4"])?;
     let path = harness.path("whole/checkpoint-4/trainer_state.json");
     let mut manifest = serde_json::from_slice::<Value>(&fs::read(&path).unwrap()).map_err(|e| e.to_string())?["manifest"].clone();
-    // The next two versions are those of packed moments and of several processes, which this program reads.
-    let this = manifest["format_version"].as_u64().ok_or("the manifest names no format")? + 2;
+    // The next three versions are those of packed moments, of several processes and of 8-bit moments, which this program reads.
+    let this = manifest["format_version"].as_u64().ok_or("the manifest names no format")? + 3;
     Ok(Box::new(move |harness, turn| {
         let (low, high) = (u64::from(u32::MAX), u64::MAX);
         let others = [json!(this + 1), json!(0), json!(this + 2), json!(this + 100), json!(low), json!(low + 1), json!(high)];

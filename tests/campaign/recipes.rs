@@ -115,7 +115,7 @@ const INJECTIONS: [&str; 4] = [
 /// Alternative settings of a recipe; the empty one is the default.
 const RECIPE: [&[&str]; 7] = [
     &["", "--dtype=float32", "--dtype=float16", "--matmul-dtype=fp8"],
-    &["", "--moments=bfloat16"],
+    &["", "--moments=bfloat16", "--moments=int8"],
     &["", "--max-grad-norm=0", "--max-grad-norm=1.7", "--max-grad-norm=0.4", "--max-grad-norm=1e-3"],
     &["--seq-length=8", "--seq-length=16", "--seq-length=24"],
     &["--per-device-train-batch-size=1", "--per-device-train-batch-size=2"],

@@ -58,7 +58,7 @@ pub fn unit(dtype: Dtype) -> f64 {
         Dtype::Float16 => 1.0 / 2048.0,
         Dtype::Float8E4m3 => 1.0 / 16.0,
         Dtype::Float8E5m2 => 1.0 / 8.0,
-        Dtype::Float32 | Dtype::Int32 | Dtype::Uint16 => U,
+        Dtype::Float32 | Dtype::Int32 | Dtype::Uint16 | Dtype::Uint8 => U,
     }
 }
 
@@ -69,7 +69,7 @@ pub fn subnormal(dtype: Dtype) -> f64 {
         Dtype::Float16 => 2f64.powi(-24),
         Dtype::Float8E4m3 => 2f64.powi(-9),
         Dtype::Float8E5m2 => 2f64.powi(-16),
-        Dtype::Float32 | Dtype::Int32 | Dtype::Uint16 => 2f64.powi(-149),
+        Dtype::Float32 | Dtype::Int32 | Dtype::Uint16 | Dtype::Uint8 => 2f64.powi(-149),
     }
 }
 

@@ -13,7 +13,7 @@ pub fn round(dtype: Dtype, x: f32) -> f32 {
         Dtype::Float16 => Element::to_f32(<f16 as Element>::from_f32(x)),
         Dtype::Float8E4m3 => E4m3::from_f32(x).to_f32(),
         Dtype::Float8E5m2 => E5m2::from_f32(x).to_f32(),
-        Dtype::Float32 | Dtype::Int32 | Dtype::Uint16 => x,
+        Dtype::Float32 | Dtype::Int32 | Dtype::Uint16 | Dtype::Uint8 => x,
     }
 }
 
@@ -26,6 +26,7 @@ pub fn encode(dtype: Dtype, values: &[f32]) -> Vec<u8> {
         Dtype::Float8E5m2 => narrow::<E5m2>(values),
         Dtype::Float32 | Dtype::Int32 => narrow::<f32>(values),
         Dtype::Uint16 => values.iter().flat_map(|&x| (x as u16).to_le_bytes()).collect(),
+        Dtype::Uint8 => values.iter().map(|&x| x as u8).collect(),
     }
 }
 
@@ -42,6 +43,7 @@ pub fn decode(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
         Dtype::Float8E5m2 => widen::<E5m2>(bytes),
         Dtype::Float32 | Dtype::Int32 => widen::<f32>(bytes),
         Dtype::Uint16 => bytes.chunks_exact(2).map(|x| f32::from(u16::from_le_bytes([x[0], x[1]]))).collect(),
+        Dtype::Uint8 => bytes.iter().map(|&x| f32::from(x)).collect(),
     }
 }
 

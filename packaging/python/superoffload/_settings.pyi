@@ -56,7 +56,7 @@ class Settings(TypedDict, total=False):
     """Format of weights and gradients on the device [default: bfloat16]."""
     matmul_dtype: Literal["bfloat16", "fp8"]
     """Format of layers' matrix products; fp8 is faster and coarser [default: that of --dtype]."""
-    moments: Literal["float32", "bfloat16"]
+    moments: Literal["float32", "bfloat16", "int8"]
     """Format of AdamW's moments between steps [default: float32]."""
     masters: Literal["auto", "float32", "split"]
     """Storage of the GPU's master weights; split saves 2 bytes a parameter, without loss [default: auto]."""

@@ -100,6 +100,7 @@ fn suffix(dtype: Dtype) -> &'static str {
         Dtype::Float32 => "f32",
         Dtype::Int32 => "i32",
         Dtype::Uint16 => "u16",
+        Dtype::Uint8 => "u8",
         Dtype::Float8E4m3 => "e4m3",
         Dtype::Float8E5m2 => "e5m2",
     }

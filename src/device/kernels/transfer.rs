@@ -6,6 +6,7 @@ use crate::device::stream::Stream;
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::optim::adam::AdamConsts;
+use crate::optim::int8::{GROUP, MomentGroup};
 use crate::optim::norm::BLOCK;
 
 /// Fills with zero.
@@ -134,14 +135,15 @@ impl Kernel for GradNormPartials {
     }
 }
 
-/// The optimizer's step on a part of a resident bucket; bit-identical to [`crate::optim::adam`]. All operands have the same length.
+/// The optimizer's step on a part of a resident bucket; bit-identical to [`crate::optim::adam`], with 8-bit moments to
+/// [`crate::optim::int8_state`]. All operands have the same number of elements.
 #[derive(Clone, Copy, Debug)]
 pub struct Adam {
     /// Index of the first element in the flat order.
     pub first: usize,
     /// fp32 parameters, updated.
     pub params: DeviceSlice,
-    /// First moments, fp32 or bf16, updated.
+    /// First moments, fp32, bf16, or uint8 for groups of 8-bit moments; updated.
     pub m: DeviceSlice,
     /// Second moments, in the format of `m`, updated.
     pub v: DeviceSlice,
@@ -158,7 +160,8 @@ impl Kernel for Adam {
 
     fn operands(&self) -> impl AsRef<[Operand]> {
         let n = self.params.elems();
-        let mut all = operands![self; Update params[n] Float32, Update m[n], Update v[n], Read grads[n], Write out[n]];
+        let moments = moment_values(self.m.dtype(), n);
+        let mut all = operands![self; Update params[n] Float32, Update m[moments], Update v[moments], Read grads[n], Write out[n]];
         for moment in [1, 2] {
             all[moment].dtype = Some(self.m.dtype());
         }
@@ -166,11 +169,11 @@ impl Kernel for Adam {
     }
 
     fn check_shape(&self) -> Result<()> {
-        check_moments(Self::NAME, self.m.dtype())
+        check_moments(Self::NAME, self.m.dtype(), self.first, self.params.elems())
     }
 }
 
-/// [`Adam`] with split masters; bit-identical to [`crate::optim::split`]. All operands have the same length.
+/// [`Adam`] with split masters; bit-identical to [`crate::optim::split`]. All operands have the same number of elements.
 #[derive(Clone, Copy, Debug)]
 pub struct SplitAdam {
     /// Index of the first element in the flat order.
@@ -179,9 +182,9 @@ pub struct SplitAdam {
     pub weights: DeviceSlice,
     /// Lower halves of the masters, uint16, updated.
     pub lower: DeviceSlice,
-    /// First moments, fp32 or bf16, updated.
+    /// First moments, fp32, bf16, or uint8 for groups of 8-bit moments; updated.
     pub m: DeviceSlice,
-    /// Second moments, with the ties of the masters in their signs, in the format of `m`, updated.
+    /// Second moments in the format of `m`, updated. The ties of the masters are in their signs, unless they have 8 bits.
     pub v: DeviceSlice,
     /// bf16.
     pub grads: DeviceSlice,
@@ -195,8 +198,9 @@ impl Kernel for SplitAdam {
 
     fn operands(&self) -> impl AsRef<[Operand]> {
         let n = self.weights.elems();
+        let moments = moment_values(self.m.dtype(), n);
         let mut all = operands![
-            self; Update weights[n] Bfloat16, Update lower[n] Uint16, Update m[n], Update v[n], Read grads[n] Bfloat16
+            self; Update weights[n] Bfloat16, Update lower[n] Uint16, Update m[moments], Update v[moments], Read grads[n] Bfloat16
         ];
         for moment in [2, 3] {
             all[moment].dtype = Some(self.m.dtype());
@@ -205,14 +209,24 @@ impl Kernel for SplitAdam {
     }
 
     fn check_shape(&self) -> Result<()> {
-        check_moments(Self::NAME, self.m.dtype())
+        check_moments(Self::NAME, self.m.dtype(), self.first, self.weights.elems())
     }
 }
 
-/// Checks the format of moments in device memory.
-fn check_moments(kernel: &'static str, dtype: Dtype) -> Result<()> {
+/// Values of `dtype` that have the moments of `elems` elements. Moments of `uint8` are [`MomentGroup`]s.
+const fn moment_values(dtype: Dtype, elems: usize) -> usize {
+    match dtype {
+        Dtype::Uint8 => elems.div_ceil(GROUP) * size_of::<MomentGroup>(),
+        _ => elems,
+    }
+}
+
+/// Checks the format of moments in device memory, of `elems` elements from `first` on.
+fn check_moments(kernel: &'static str, dtype: Dtype, first: usize, elems: usize) -> Result<()> {
     match dtype {
         Dtype::Float32 | Dtype::Bfloat16 => Ok(()),
+        Dtype::Uint8 if first.is_multiple_of(GROUP) && elems.is_multiple_of(GROUP) => Ok(()),
+        Dtype::Uint8 => Err(refused(kernel, format!("8-bit moments of {elems} elements from {first} on, not of whole groups of {GROUP}"))),
         other => Err(refused(kernel, format!("moments of {other}"))),
     }
 }

@@ -7,6 +7,9 @@ use crate::optim::PIECE_ELEMS;
 use crate::planner::budget::BOUNCE_ELEMS;
 use std::ops::Range;
 
+/// Size of the buffer.
+const BUFFER_BYTES: usize = BOUNCE_ELEMS * 4;
+
 pub(in crate::engine) struct BounceBuffer {
     buffer: PinnedSlice,
     bounced: EventId,
@@ -14,7 +17,7 @@ pub(in crate::engine) struct BounceBuffer {
 
 impl BounceBuffer {
     pub(in crate::engine) fn new<D: Device>((dev, host): Sides<'_, D>) -> Result<Self> {
-        let buffer = host.alloc("bounce buffer", BOUNCE_ELEMS * 4)?;
+        let buffer = host.alloc("bounce buffer", BUFFER_BYTES)?;
         dev.pin(buffer)?;
         Ok(Self { buffer, bounced: dev.event()? })
     }
@@ -27,8 +30,9 @@ impl BounceBuffer {
         target: DeviceSlice,
         mut write: impl FnMut(Range<usize>, &mut [u8]),
     ) -> Result<()> {
-        for start in (0..target.elems()).step_by(BOUNCE_ELEMS) {
-            let part = target.slice(start, BOUNCE_ELEMS.min(target.elems() - start));
+        let most = BUFFER_BYTES / target.dtype().bytes();
+        for start in (0..target.elems()).step_by(most) {
+            let part = target.slice(start, most.min(target.elems() - start));
             let buffer = self.buffer.slice(0, part.bytes());
             if host.is_backed() {
                 write(start..start + part.elems(), host.lend_mut(buffer));
@@ -42,9 +46,9 @@ impl BounceBuffer {
     /// Copies values from the device, in their format.
     pub(in crate::engine) fn download<D: Device>(&self, (dev, host): Sides<'_, D>, source: DeviceSlice, target: &mut [u8]) -> Result<()> {
         let width = source.dtype().bytes();
-        for (i, part) in target.chunks_mut(BOUNCE_ELEMS * width).enumerate() {
+        for (i, part) in target.chunks_mut(BUFFER_BYTES).enumerate() {
             let buffer = self.buffer.slice(0, part.len());
-            dev.copy_d2h(Stream::Compute, source.slice(i * BOUNCE_ELEMS, part.len() / width), buffer)?;
+            dev.copy_d2h(Stream::Compute, source.slice(i * BUFFER_BYTES / width, part.len() / width), buffer)?;
             self.settle(dev)?;
             part.copy_from_slice(host.lend(buffer));
         }

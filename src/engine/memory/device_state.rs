@@ -20,6 +20,8 @@ pub(in crate::engine) struct DeviceState {
     pub(in crate::engine) local: Range<usize>,
     /// The arrays as a checkpoint stores them.
     list: StateArrays,
+    /// The arrays as the device stores them.
+    stored: StateArrays,
     pub(in crate::engine) arrays: PerArray<DeviceSlice>,
     /// The working weights, if the masters are split.
     upper: Option<UpperHalves>,
@@ -51,11 +53,12 @@ impl DeviceState {
         // Unified memory has float32 masters: only their states cross the link.
         let (elems, masters) = (local.len(), if tier == Tier::Device { masters } else { Masters::Float32 });
         let alloc = |array: &StateArray| match tier {
-            Tier::Unified => dev.alloc_unified(&format!("paged {}", array.name), elems, array.dtype),
-            Tier::Host | Tier::Device => dev.alloc(&format!("resident {}", array.name), elems, array.dtype),
+            Tier::Unified => dev.alloc_unified(&format!("paged {}", array.name), array.stored_values(elems), array.dtype),
+            Tier::Host | Tier::Device => dev.alloc(&format!("resident {}", array.name), array.stored_values(elems), array.dtype),
         };
         let arrays = PerArray::try_new(optimizer.device_arrays(masters), alloc)?;
-        let state = Self { local, list: optimizer.arrays(), arrays, upper: None };
+        let (list, stored) = (optimizer.arrays(), optimizer.device_arrays(masters));
+        let state = Self { local, list, stored, arrays, upper: None };
         if masters == Masters::Float32 {
             return Ok(state);
         }
@@ -82,7 +85,11 @@ impl DeviceState {
             UpperHalves::Own(memory) => UpperHalves::Own(part(memory)),
             UpperHalves::Model(memory) => UpperHalves::Model(part(memory)),
         });
-        Self { arrays: self.arrays.map(|_, whole| part(whole)), list: self.list, upper, local }
+        let stored = |part, whole: DeviceSlice| {
+            let place = self.stored[part].place(self.local.start, &local);
+            whole.view(place.start, self.stored[part].stored_values(local.len()), whole.dtype())
+        };
+        Self { arrays: self.arrays.map(stored), upper, local, ..self.clone() }
     }
 
     /// This state in parts of at most a bounce buffer.
@@ -147,7 +154,7 @@ impl DeviceState {
             let store = |to: &mut [u8]| array.store(values, rounding.behind(from), to);
             match piece.weights() {
                 Some(weights) if part == StatePart::PARAMS => piece.write_masters((dev, host), bounce_buffer, weights, values)?,
-                Some(_) if part == StatePart::V => piece.write_magnitudes((dev, host), bounce_buffer, store)?,
+                Some(_) if part == StatePart::V && piece.has_ties() => piece.write_magnitudes((dev, host), bounce_buffer, store)?,
                 _ => bounce_buffer.fill((dev, host), piece.arrays[part], |_, to| store(to))?,
             }
         }
@@ -170,7 +177,7 @@ impl DeviceState {
             let out = &mut out[piece.local.start - self.local.start..][..piece.local.len()];
             match piece.weights() {
                 Some(weights) if part == StatePart::PARAMS => piece.read_masters((dev, host), bounce_buffer, weights, out)?,
-                Some(_) if part == StatePart::V => array.load(out, |bytes| {
+                Some(_) if part == StatePart::V && piece.has_ties() => array.load(out, |bytes| {
                     bounce_buffer.download((dev, host), piece.arrays[part], bytes)?;
                     split::clear_signs(bytes, piece.local.len());
                     Ok(())
@@ -181,7 +188,12 @@ impl DeviceState {
         Ok(())
     }
 
-    /// Writes all three places of the split `masters`: working weights, lower halves, and signs of second moments.
+    /// Whether the signs of second moments have the ties of split masters. Masters beside 8-bit moments have no ties.
+    fn has_ties(&self) -> bool {
+        !self.stored[StatePart::V].has_groups()
+    }
+
+    /// Writes the places of the split `masters`: working weights, lower halves, and signs of second moments.
     fn write_masters<D: Device>(
         &self,
         (dev, host): Sides<'_, D>,
@@ -189,9 +201,11 @@ impl DeviceState {
         weights: DeviceSlice,
         masters: &[f32],
     ) -> Result<()> {
-        let mut v = self.stored((dev, host), bounce_buffer, StatePart::V)?;
+        let mut masters = masters.to_vec();
+        self.list[StatePart::PARAMS].settle(&mut masters);
+        let mut v = self.bytes_of((dev, host), bounce_buffer, StatePart::V)?;
         let (mut upper, mut lower) = (vec![bf16::ZERO; masters.len()], vec![0u16; masters.len()]);
-        split::split(masters, &mut upper, &mut lower, &mut v);
+        split::split(&masters, &mut upper, &mut lower, self.has_ties().then_some(&mut v));
         let places: [(_, &[u8]); 3] = [
             (weights, bytemuck::cast_slice(&upper)),
             (self.arrays[StatePart::PARAMS], bytemuck::cast_slice(&lower)),
@@ -207,11 +221,11 @@ impl DeviceState {
         weights: DeviceSlice,
         masters: &mut [f32],
     ) -> Result<()> {
-        let v = self.stored((dev, host), bounce_buffer, StatePart::V)?;
+        let v = self.bytes_of((dev, host), bounce_buffer, StatePart::V)?;
         let (mut upper, mut lower) = (vec![bf16::ZERO; masters.len()], vec![0u16; masters.len()]);
         bounce_buffer.download((dev, host), weights, bytemuck::cast_slice_mut(&mut upper))?;
         bounce_buffer.download((dev, host), self.arrays[StatePart::PARAMS], bytemuck::cast_slice_mut(&mut lower))?;
-        split::join(&upper, &lower, &v, masters);
+        split::join(&upper, &lower, self.has_ties().then_some(&v[..]), masters);
         Ok(())
     }
 
@@ -222,7 +236,7 @@ impl DeviceState {
         bounce_buffer: &BounceBuffer,
         store: impl Fn(&mut [u8]),
     ) -> Result<()> {
-        let ties = self.stored((dev, host), bounce_buffer, StatePart::V)?;
+        let ties = self.bytes_of((dev, host), bounce_buffer, StatePart::V)?;
         bounce_buffer.fill((dev, host), self.arrays[StatePart::V], |_, to| {
             store(to);
             split::copy_signs(&ties, to, self.local.len());
@@ -230,7 +244,7 @@ impl DeviceState {
     }
 
     /// The bytes of `part` in device memory.
-    fn stored<D: Device>(&self, sides: Sides<'_, D>, bounce_buffer: &BounceBuffer, part: StatePart) -> Result<Vec<u8>> {
+    fn bytes_of<D: Device>(&self, sides: Sides<'_, D>, bounce_buffer: &BounceBuffer, part: StatePart) -> Result<Vec<u8>> {
         let mut bytes = vec![0; self.arrays[part].bytes()];
         bounce_buffer.download(sides, self.arrays[part], &mut bytes)?;
         Ok(bytes)

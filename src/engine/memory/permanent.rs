@@ -82,7 +82,9 @@ impl Memory {
         for state in self.states.host_parts(&(0..self.states.host_elems())) {
             for (flat, local) in slices.pieces(state.first..state.end()) {
                 let memory = state.arrays[StatePart::PARAMS].slice((local - state.first) * 4, flat.len() * 4);
-                init_flat(table, seed, flat.start, host.lend_mut(memory), threads)?;
+                let params: &mut [f32] = host.lend_mut(memory);
+                init_flat(table, seed, flat.start, params, threads)?;
+                state.list[StatePart::PARAMS].settle(params);
             }
         }
         for state in &self.states.device {

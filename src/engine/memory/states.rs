@@ -84,12 +84,9 @@ impl StateTiers {
     ) -> Result<()> {
         let local = start..start + source.len();
         let array = &self.arrays[part];
-        let store = |from: usize, to: &mut [u8]| {
-            let values = &source[from..][..to.len() / array.bytes(1)];
-            array.store(values, rounding.behind(from), to);
-        };
         for state in self.host_parts(&local) {
-            store(state.first - start, host.lend_mut(state.arrays[part]));
+            let from = state.first - start;
+            array.store(&source[from..state.end() - start], rounding.behind(from), host.lend_mut(state.arrays[part]));
         }
         for state in self.device.iter().filter_map(|state| state.part(&local)) {
             let from = state.local.start - start;

@@ -16,22 +16,35 @@ impl AdamKernels {
         self,
         elems: usize,
         written: [ArraySpan; W],
-        mut arrays: S,
+        arrays: S,
         pass: impl Fn(&mut S, PassAccess, Range<usize>) -> bool + Copy,
     ) {
         assert!(written.iter().all(|place| place.elems == elems), "every array that is written must be as long as the gradients");
         let lead = (0..BLOCK).find(|&lead| written.iter().all(|place| place.at(lead).is_multiple_of(LINE_BYTES)));
-        let start = lead.unwrap_or(0).min(elems);
+        self.run_blocks_from(lead.unwrap_or(0), lead.is_some(), elems, arrays, pass);
+    }
+
+    /// [`AdamKernels::run_blocks`] with blocks from element `lead` on; `lines` says whether they begin at cache lines.
+    #[inline(always)]
+    pub(super) fn run_blocks_from<S>(
+        self,
+        lead: usize,
+        lines: bool,
+        elems: usize,
+        mut arrays: S,
+        pass: impl Fn(&mut S, PassAccess, Range<usize>) -> bool + Copy,
+    ) {
+        let start = lead.min(elems);
         let end = if self.isa == Isa::Scalar { start } else { elems - (elems - start) % BLOCK };
         let mut next = start;
         while next < end {
             (next, arrays) = self.run_vectors(
                 #[inline(always)]
-                move |isa| self.run_ordinary(self.access(isa, lead.is_some()), next..end, arrays, pass),
+                move |isa| self.run_ordinary(self.access(isa, lines), next..end, arrays, pass),
             );
             (next, arrays) = self.run_vectors(
                 #[inline(always)]
-                move |isa| self.run_careful(self.access(isa, lead.is_some()), next..end, arrays, pass),
+                move |isa| self.run_careful(self.access(isa, lines), next..end, arrays, pass),
             );
         }
         for edge in [0..start, end..elems] {

@@ -127,7 +127,7 @@ impl ReplanRequest {
 /// Seconds of a move between two plans. Ranks move their parts at the same time, and each rank sends all weights.
 fn move_s(from: &Plan, to: &Plan) -> f64 {
     let states = from.placement.layout.offloaded_elems().abs_diff(to.placement.layout.offloaded_elems()) as f64
-        * from.optimizer().arrays().state_bytes() as f64;
+        * from.optimizer().arrays().bytes_per_elem();
     let weights = (to.placement.layout.flat_elems() * to.recipe.numerics.dtype.bytes()) as f64;
     let slots = to
         .forecast

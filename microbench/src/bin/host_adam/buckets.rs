@@ -8,7 +8,7 @@ use superoffload::internals::bucket::Slot;
 use superoffload::internals::dtype::Dtype;
 use superoffload::internals::engine::{GradUpdate, HostState, Segment, SlotMemory, StepJob, StepMemory, Work};
 use superoffload::internals::host::{HostMemory, Job};
-use superoffload::internals::optim::{AdamHyper, AdamKernels, Isa, Moments, Optimizer, StatePart, Update};
+use superoffload::internals::optim::{AdamHyper, AdamKernels, Isa, MomentKind, Moments, Optimizer, StatePart, Update};
 use superoffload::{Error, Result};
 
 /// A pass of the pool.
@@ -114,10 +114,12 @@ impl Buckets {
         let host = &mut self.host;
         fill_from(host, params, &pattern(1, 0.05));
         let first = decayed(pattern(2, 1e-3), 1e-36);
-        for (memory, values) in [(m, first), (v, pattern(3, 1e-3).into_iter().map(|x| x * x).collect())] {
+        let second = pattern(3, 1e-3).into_iter().map(|x| x * x).collect();
+        for (memory, values, kind) in [(m, first, MomentKind::First), (v, second, MomentKind::Second)] {
             match self.moments {
                 Moments::Float32 => fill_from(host, memory, &values),
                 Moments::Bfloat16 => fill_from(host, memory, &values.into_iter().map(bf16::from_f32).collect::<Vec<_>>()),
+                Moments::Int8 => fill_from(host, memory, &kind.groups(&values)),
             }
         }
         let grads = decayed(pattern(4, 1e-2), 0.0);
@@ -131,6 +133,7 @@ impl Buckets {
         match self.moments {
             Moments::Float32 => fraction(self.host.lend::<f32>(m).iter().map(|x| x.is_subnormal())),
             Moments::Bfloat16 => fraction(self.host.lend::<bf16>(m).iter().map(|x| x.to_f32().is_subnormal())),
+            Moments::Int8 => fraction(MomentKind::First.values(self.host.lend(m)).iter().map(|x| x.is_subnormal())),
         }
     }
 

@@ -46,7 +46,7 @@ struct Options {
     #[arg(long, value_name = "KERNEL,...", value_delimiter = ',', default_value = "copy-past,triad")]
     memory: Vec<ArrayKernel>,
     /// Format of the optimizer's moments.
-    #[arg(long, value_name = "float32|bfloat16", default_value = "float32")]
+    #[arg(long, value_name = "float32|bfloat16|int8", default_value = "float32")]
     moments: Moments,
     /// Fractions of the parameters with denormal first moments and gradients of zero.
     #[arg(long, value_name = "FRACTION,...", value_delimiter = ',', default_value = "0")]

@@ -254,7 +254,7 @@ pub(super) fn data_type(dtype: Dtype) -> Result<i32> {
         Dtype::Float32 => Ok(TYPE_F32),
         Dtype::Float8E4m3 => Ok(TYPE_E4M3),
         Dtype::Float8E5m2 => Ok(TYPE_E5M2),
-        Dtype::Int32 | Dtype::Uint16 => Err(Error::Unsupported(format!("a matrix product of {dtype}"))),
+        Dtype::Int32 | Dtype::Uint16 | Dtype::Uint8 => Err(Error::Unsupported(format!("a matrix product of {dtype}"))),
     }
 }
 

@@ -16,7 +16,7 @@ impl EmulatedMemory {
             Dtype::Float16 => self.read::<f16>(at)[0].to_f32(),
             Dtype::Float8E4m3 => self.read::<E4m3>(at)[0].to_f32(),
             Dtype::Float8E5m2 => self.read::<E5m2>(at)[0].to_f32(),
-            Dtype::Int32 | Dtype::Uint16 => unreachable!("no float"),
+            Dtype::Int32 | Dtype::Uint16 | Dtype::Uint8 => unreachable!("no float"),
         }
     }
 }

@@ -111,6 +111,9 @@ impl GpuKernel for Adam {
             scale
         ];
         let format = Some(self.float_format()?);
+        if m.dtype() == Dtype::Uint8 {
+            return Err(Error::Unsupported("moments in int8 on the GPU: use --moments bfloat16".into()));
+        }
         if m.dtype() == Dtype::Float32 {
             return queue.launch(Stream::Compute, Self::NAME, format, blocks, step);
         }
@@ -125,6 +128,9 @@ impl GpuKernel for SplitAdam {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { first, weights, lower, m, v, grads, consts: c, scale } = self;
         let elems = weights.elems();
+        if m.dtype() == Dtype::Uint8 {
+            return Err(Error::Unsupported("moments in int8 on the GPU: use --moments bfloat16".into()));
+        }
         let vectors = vectors(elems, VECTOR, &[weights, lower, m, v, grads]);
         let name = if m.dtype() == Dtype::Float32 { Self::NAME } else { "adam_step_split_packed" };
         let args = args![
