@@ -8,7 +8,7 @@ use super::report::Outcome;
 use std::io::Write;
 use superoffload::internals::device::{Adam, GradNormPartials, SplitAdam, Stream, SumSlices};
 use superoffload::internals::dtype::Dtype;
-use superoffload::internals::optim::{AdamConsts, AdamHyper, BLOCK, SplitMaster};
+use superoffload::internals::optim::{AdamConsts, AdamHyper, BLOCK, MomentGroup, MomentKind, SplitMaster};
 
 const FP32: Dtype = Dtype::Float32;
 const BF16: Dtype = Dtype::Bfloat16;
@@ -48,6 +48,18 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
             });
         }
     }
+    for (grads, kind) in FLOATS.into_iter().flat_map(|grads| KINDS_OF_SPLIT.map(|kind| (grads, kind))) {
+        suite.case(&format!("adam_step {grads}, {kind:?}, moments int8"), |bench, random| {
+            [1, 8, 33, 1000].into_iter().try_for_each(|groups| int8_adam(bench, random, (grads, false), kind, groups).map(drop))?;
+            Ok(0.0)
+        });
+    }
+    for kind in KINDS_OF_SPLIT {
+        suite.case(&format!("adam_step_split, {kind:?}, moments int8"), |bench, random| {
+            [1, 8, 33, 1000].into_iter().try_for_each(|groups| int8_adam(bench, random, (BF16, true), kind, groups).map(drop))?;
+            Ok(0.0)
+        });
+    }
     for (moments, kind) in MOMENTS.into_iter().flat_map(|moments| KINDS_OF_SPLIT.map(|kind| (moments, kind))) {
         suite.case(&format!("adam_step_split, {kind:?}, moments {moments}"), |bench, random| {
             let mut step = |elems| split_adam(bench, random, moments, kind, elems).map(drop);
@@ -57,7 +69,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// Split masters have the bits of NaN that a device computes, which are not specified: no wild gradients.
+/// Split masters and codes of 8 bits have the bits of NaN that a device computes, which are not specified: no wild gradients.
 const KINDS_OF_SPLIT: [Grads; 3] = [Grads::Ordinary, Grads::Large, Grads::Zero];
 const KINDS: [Grads; 4] = [Grads::Ordinary, Grads::Wild, Grads::Large, Grads::Zero];
 const MOMENTS: [Dtype; 2] = [FP32, Dtype::Bfloat16];
@@ -135,6 +147,39 @@ fn adam(bench: &mut Bench, random: &mut Random, (dtype, moments): (Dtype, Dtype)
             // Positions in the flat order exceed 2^32.
             let first = (1 << 32) - 500;
             dev.launch(Adam { first, params: at[params], m: at[m], v: at[v], grads: at[grads], out: at[out], consts, scale })
+        })?;
+    }
+    Ok(0.0)
+}
+
+/// Moments in 8 bits, with float32 or split masters.
+fn int8_adam(bench: &mut Bench, random: &mut Random, (dtype, is_split): (Dtype, bool), kind: Grads, groups: usize) -> Outcome {
+    let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let elems = 128 * groups;
+    for (step, decay, scale) in [(1, true, 1.0), (2, false, 0.37), (1000, true, 1.0 / 65536.0)] {
+        let masters = random.uniform(FP32, elems);
+        let halves: Vec<_> = masters.iter().map(|&x| SplitMaster::of(x)).collect();
+        let (weights, lower): (Vec<f32>, Vec<f32>) = halves.iter().map(|half| (half.weight.to_f32(), f32::from(half.lower))).unzip();
+        let bytes =
+            |groups: Vec<MomentGroup>| -> Vec<f32> { bytemuck::cast_slice::<_, u8>(&groups).iter().map(|&x| f32::from(x)).collect() };
+        let m = bytes(MomentKind::First.groups(&random.uniform(FP32, elems)));
+        let v = bytes(MomentKind::Second.groups(&random.uniform(FP32, elems).into_iter().map(f32::abs).collect::<Vec<_>>()));
+        let grads = kind.draw(random, dtype, elems);
+        let consts = AdamConsts::new(&hyper, step, decay);
+        let mut case = Case::default();
+        let params = case.updated("params", FP32, &masters, Want::Same);
+        let weights = case.updated("weights", BF16, &weights, Want::Same);
+        let lower = case.updated("lower", Dtype::Uint16, &lower, Want::Same);
+        let [m, v] = [("m", &m), ("v", &v)].map(|(name, x)| case.updated(name, Dtype::Uint8, x, Want::Same));
+        let grads = case.input("grads", dtype, &grads);
+        let out = case.updated("out", dtype, &vec![0.0; elems], Want::Same);
+        case.check(bench, &|dev, at| {
+            let (first, m, v, grads) = ((1 << 32) - 512, at[m], at[v], at[grads]);
+            if is_split {
+                dev.launch(SplitAdam { first, weights: at[weights], lower: at[lower], m, v, grads, consts, scale })
+            } else {
+                dev.launch(Adam { first, params: at[params], m, v, grads, out: at[out], consts, scale })
+            }
         })?;
     }
     Ok(0.0)

@@ -338,7 +338,7 @@ const RESIDENT_AND_CAST: &str = match (cfg!(feature = "repartition"), cfg!(featu
     (false, false) => "bucket-mib = 0.0625\nslots = 3\n",
 };
 
-fn variants() -> [Variant; 10] {
+fn variants() -> [Variant; 11] {
     let plain = Variant {
         name: "",
         common: "",
@@ -369,6 +369,13 @@ fn variants() -> [Variant; 10] {
         Variant {
             name: "moments in bfloat16, a resident tail, cast on the device",
             common: "moments = \"bfloat16\"\n",
+            speculating: RESIDENT_AND_CAST,
+            clip: Clip::Sometimes,
+            ..plain
+        },
+        Variant {
+            name: "moments in int8, a resident tail, cast on the device",
+            common: "moments = \"int8\"\n",
             speculating: RESIDENT_AND_CAST,
             clip: Clip::Sometimes,
             ..plain

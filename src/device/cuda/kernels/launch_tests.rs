@@ -11,6 +11,7 @@ use crate::device::*;
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::optim::adam::{AdamConsts, AdamHyper};
+use crate::optim::int8::{GROUP, MomentGroup};
 use crate::optim::norm::BLOCK;
 
 const LISTED: &str = include_str!("launches.txt");
@@ -216,6 +217,13 @@ fn transfer(list: &mut List, r: &mut TestMemory, elems: usize) -> Result<()> {
     let [m, v] = [m, v].map(narrow);
     SplitAdam { first: 77, weights, lower, m, v, grads: narrow(grads), consts, scale: 0.7 }.enqueue(list)?;
     Adam { first: 77, params, m, v, grads, out, consts, scale: 0.7 }.enqueue(list)?;
+    // The kernels of 8-bit moments take whole groups at aligned addresses.
+    if elems.is_multiple_of(GROUP) && [params, grads, out].iter().all(|x| x.addr().is_multiple_of(16)) {
+        let groups = |x: DeviceSlice| DeviceSlice::at(x.addr(), elems / GROUP * size_of::<MomentGroup>(), Dtype::Uint8);
+        let [m, v] = [m, v].map(groups);
+        SplitAdam { first: 256, weights, lower, m, v, grads: narrow(grads), consts, scale: 0.7 }.enqueue(list)?;
+        Adam { first: 256, params, m, v, grads, out, consts, scale: 0.7 }.enqueue(list)?;
+    }
     Poke { x: r.x(elems), index: elems / 2, value: 7.0 }.enqueue(list)
 }
 

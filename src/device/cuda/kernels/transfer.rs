@@ -1,7 +1,8 @@
-//! Transfer kernels: casts, gradient norm, optimizer of resident buckets. They are hand-written in `ptx/{cast,grad_norm,adam,adam_split,poke}.ptx`.
+//! Transfer kernels: casts, gradient norm, optimizer of resident buckets. They are hand-written in
+//! `ptx/{cast,grad_norm,adam,adam_split,adam_int8,poke}.ptx`.
 //!
 //! Each kernel has a path for aligned vectors and a path for single elements. The second serves tails, and all elements if an address is
-//! not aligned: see [`vectors`].
+//! not aligned: see [`vectors`]. The kernels of 8-bit moments have vectors alone: see [`whole_groups`].
 
 #[cfg(test)]
 #[path = "transfer_tests.rs"]
@@ -12,15 +13,17 @@ use crate::device::cuda::modules::{PtxSource, ptx_file};
 use crate::device::{Adam, Cast, DeviceSlice, GradNormPartials, Kernel, Poke, SplitAdam, Stream, SumSlices, Zero};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::optim::adam::AdamConsts;
 use crate::optim::norm::BLOCK;
 
-pub(super) const SOURCES: [PtxSource; 7] = [
+pub(super) const SOURCES: [PtxSource; 8] = [
     PtxSource { file: ptx_file!("cast.ptx"), typed: &[], plain: &["cast_bf16_f32", "cast_f16_f32", "cast_f32_bf16", "cast_f32_f16"] },
     PtxSource { file: ptx_file!("copy.ptx"), typed: &[], plain: &["copy_words"] },
     PtxSource { file: ptx_file!("grad_norm.ptx"), typed: &["grad_norm"], plain: &[] },
     PtxSource { file: ptx_file!("sum_slices.ptx"), typed: &["sum_slices"], plain: &[] },
     PtxSource { file: ptx_file!("adam.ptx"), typed: &["adam_step", "adam_step_packed"], plain: &[] },
     PtxSource { file: ptx_file!("adam_split.ptx"), typed: &[], plain: &["adam_step_split", "adam_step_split_packed"] },
+    PtxSource { file: ptx_file!("adam_int8.ptx"), typed: &["adam_step_int8"], plain: &["adam_step_split_int8"] },
     PtxSource { file: ptx_file!("poke.ptx"), typed: &["poke"], plain: &[] },
 ];
 
@@ -112,7 +115,9 @@ impl GpuKernel for Adam {
         ];
         let format = Some(self.float_format()?);
         if m.dtype() == Dtype::Uint8 {
-            return Err(Error::Unsupported("moments in int8 on the GPU: use --moments bfloat16".into()));
+            let blocks = whole_groups(Self::NAME, elems, [params, grads, out], [m, v])?;
+            let args = int8_args([params, m, v, grads, out], first, (c, scale));
+            return queue.launch(Stream::Compute, "adam_step_int8", format, blocks, args);
         }
         if m.dtype() == Dtype::Float32 {
             return queue.launch(Stream::Compute, Self::NAME, format, blocks, step);
@@ -129,7 +134,9 @@ impl GpuKernel for SplitAdam {
         let Self { first, weights, lower, m, v, grads, consts: c, scale } = self;
         let elems = weights.elems();
         if m.dtype() == Dtype::Uint8 {
-            return Err(Error::Unsupported("moments in int8 on the GPU: use --moments bfloat16".into()));
+            let blocks = whole_groups(Self::NAME, elems, [weights, lower, grads], [m, v])?;
+            let args = int8_args([weights, lower, m, v, grads], first, (c, scale));
+            return queue.launch(Stream::Compute, "adam_step_split_int8", None, blocks, args);
         }
         let vectors = vectors(elems, VECTOR, &[weights, lower, m, v, grads]);
         let name = if m.dtype() == Dtype::Float32 { Self::NAME } else { "adam_step_split_packed" };
@@ -162,6 +169,42 @@ impl GpuKernel for Poke {
         let Self { x, index, value } = self;
         queue.launch(Stream::Compute, Self::NAME, Some(x.dtype()), LaunchConfig::new(1, 1), args![x.slice(index, 1), value])
     }
+}
+
+/// The grid of a step with 8-bit moments: one thread for each four elements.
+///
+/// # Errors
+/// `Unsupported` if an address is not aligned: to four elements of the `arrays`, or to the codes of four elements in the `moments`.
+fn whole_groups(kernel: &'static str, elems: usize, arrays: [DeviceSlice; 3], moments: [DeviceSlice; 2]) -> Result<LaunchConfig> {
+    let aligned = moments.iter().all(|x| x.addr().is_multiple_of(VECTOR as u64));
+    if vectors(elems, VECTOR, &arrays) == (elems / VECTOR) as u64 && aligned {
+        return grid(elems / VECTOR, THREADS);
+    }
+    Err(Error::Unsupported(format!("{kernel} with 8-bit moments at addresses that are not aligned to {VECTOR} elements")))
+}
+
+/// The arguments of a step with 8-bit moments; the first array has a value for each element.
+fn int8_args(arrays: [DeviceSlice; 5], first: usize, (c, scale): (AdamConsts, f32)) -> [Arg; 17] {
+    let AdamConsts { beta1, one_minus_beta1, beta2, one_minus_beta2, decay, neg_step_size, inv_sqrt_bias2, eps, rounding } = c;
+    args![
+        arrays[0],
+        arrays[1],
+        arrays[2],
+        arrays[3],
+        arrays[4],
+        arrays[0].elems() as u64,
+        beta1,
+        one_minus_beta1,
+        beta2,
+        one_minus_beta2,
+        decay,
+        neg_step_size,
+        inv_sqrt_bias2,
+        eps,
+        scale,
+        first as u32,
+        rounding
+    ]
 }
 
 /// A grid with one thread for each vector of a step and for each element of the tail.

@@ -7,10 +7,12 @@ use crate::device::cuda::group_tables::GroupTables;
 use crate::device::cuda::launch::Arg;
 use crate::dtype::Element;
 use crate::optim::adam::{self, AdamConsts, AdamHyper, AdamState, AdamStep};
+use crate::optim::int8::{self, GROUP, MomentGroup, MomentKind};
+use crate::optim::int8_state::{self, Int8State};
 use crate::optim::moments::Moment;
 use crate::optim::norm;
 use crate::optim::samples::{assert_same, ordinary, split_masters, wild};
-use crate::optim::split;
+use crate::optim::split::{self, SplitMaster};
 use half::{bf16, f16};
 
 impl Queue for EmulatedMemory {
@@ -242,6 +244,76 @@ fn adam_on_split_masters_gives_the_bits_of_fp32_masters() {
             split_adam_matches::<bf16>(elems, offset);
         }
     }
+}
+
+/// Moments in 8 bits: of ordinary and rare magnitudes, or any bytes. A NaN has another payload on a GPU, so stored NaNs have other codes.
+fn groups(seed: u64, kind: MomentKind, elems: usize) -> Vec<MomentGroup> {
+    if seed.is_multiple_of(2) {
+        let bytes: Vec<u8> =
+            wild::<f32>(seed, elems * size_of::<MomentGroup>() / GROUP).iter().map(|x| (x.to_bits() >> 13) as u8).collect();
+        return bytemuck::pod_collect_to_vec(&bytes);
+    }
+    let mixed = [ordinary::<f32>(seed, elems - elems / 3), wild(seed, elems / 3)].concat();
+    kind.groups(&mixed.iter().map(|x| if kind == MomentKind::Second { x.abs() } else { *x }).collect::<Vec<_>>())
+}
+
+/// `is_split` takes split masters and bfloat16 gradients.
+fn int8_adam_matches<T: Element>(elems: usize, seed: u64, is_split: bool) {
+    let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let (consts, scale, first) = (AdamConsts::new(&hyper, 3, true), 0.7, (1 << 32) - 5 * GROUP);
+    let mut params: Vec<f32> =
+        wild::<f32>(seed, elems).into_iter().zip(split_masters(1, elems)).map(|(x, tie)| if x == 0.0 { x } else { tie }).collect();
+    if is_split {
+        params.iter_mut().for_each(|param| *param = int8::settled(*param));
+    }
+    let (mut m, mut v) = (groups(seed, MomentKind::First, elems), groups(seed + 2, MomentKind::Second, elems));
+    let (grads, mut out): (Vec<T>, _) = (ordinary(4, elems), vec![T::from_f32(7.0); elems]);
+    let mut memory = EmulatedMemory::default();
+    let [mm, vv] = [&m, &v].map(|x| memory.with::<u8>(Dtype::Uint8, 0, bytemuck::cast_slice(x)));
+    let [g, o] = [&grads, &out].map(|x| memory.with(T::DTYPE, 0, x));
+    let halves: Vec<SplitMaster> = params.iter().map(|&param| SplitMaster::of(param)).collect();
+    let weights = memory.with(Dtype::Bfloat16, 0, &halves.iter().map(|half| half.weight).collect::<Vec<_>>());
+    let lower = memory.with(Dtype::Uint16, 0, &halves.iter().map(|half| half.lower).collect::<Vec<_>>());
+    let p = memory.with(Dtype::Float32, 0, &params);
+    if is_split {
+        SplitAdam { first, weights, lower, m: mm, v: vv, grads: g, consts, scale }.enqueue(&mut memory).unwrap();
+    } else {
+        Adam { first, params: p, m: mm, v: vv, grads: g, out: o, consts, scale }.enqueue(&mut memory).unwrap();
+    }
+    let state = &mut Int8State::new(first, &mut params, &mut m, &mut v);
+    int8_state::run([Some((AdamStep { consts, scale }, &grads[..])), None], state, Some(&mut out));
+    let (lower, upper) = (memory.read::<u16>(lower), memory.read::<bf16>(weights));
+    let joined = |i: usize| SplitMaster { weight: upper[i], lower: lower[i], tie: false }.master();
+    let masters = if is_split { (0..elems).map(joined).collect() } else { memory.read::<f32>(p) };
+    assert_same(&masters, &params, "masters");
+    assert_same(&memory.read::<T>(if is_split { weights } else { o }), &out, "working weights");
+    for (kind, have, want) in [(MomentKind::First, mm, &m), (MomentKind::Second, vv, &v)] {
+        assert_same(&kind.values(&memory.read(have)), &kind.values(want), &format!("{kind:?}, seed {seed}"));
+    }
+}
+
+#[test]
+fn adam_with_8_bit_moments_is_the_specification() {
+    for (elems, seed) in [(128, 1), (256, 2), (1024, 3), (1024, 4), (1152, 5), (1152, 6)] {
+        int8_adam_matches::<bf16>(elems, seed, false);
+        int8_adam_matches::<f16>(elems, seed, false);
+        int8_adam_matches::<f32>(elems, seed, false);
+        int8_adam_matches::<bf16>(elems, seed, true);
+    }
+}
+
+#[test]
+fn adam_with_8_bit_moments_refuses_addresses_inside_of_vectors() {
+    let at = |dtype, offset: u64, elems| DeviceSlice::at((1 << 20) + offset, elems, dtype);
+    let [params, out] = [Dtype::Float32, Dtype::Bfloat16].map(|dtype| at(dtype, 0, 128));
+    let [m, v] = [0, 1 << 12].map(|offset| at(Dtype::Uint8, offset, 132));
+    let consts = AdamConsts::new(&AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }, 3, true);
+    let refused = |grads, m| {
+        let error = Adam { first: 0, params, m, v, grads, out, consts, scale: 1.0 }.enqueue(&mut EmulatedMemory::default()).unwrap_err();
+        assert_eq!(error.to_string(), "unsupported: adam_step with 8-bit moments at addresses that are not aligned to 4 elements");
+    };
+    refused(at(Dtype::Bfloat16, 2, 128), m);
+    refused(out, at(Dtype::Uint8, 2, 132));
 }
 
 fn poke_matches<T: Element>() {
