@@ -8,6 +8,7 @@ mod moves;
 mod nearest;
 mod out_file;
 mod owned;
+mod placed_file;
 mod records;
 mod result_file;
 
@@ -16,6 +17,7 @@ pub(crate) use lock::{Lock, try_lock};
 pub(crate) use nearest::{did_you_mean, named_by};
 pub(crate) use out_file::{FileId, OutFile};
 pub(crate) use owned::{OwnMark, OwnedName, canonical};
+pub(crate) use placed_file::{DIRECT_ALIGN, PlacedFile};
 pub(crate) use records::{RECORDS, RECORDS_MANIFEST, Records, RunRecord};
 pub(crate) use result_file::{ResultFile, ResultKind};
 
@@ -140,6 +142,17 @@ pub(crate) fn read_if_present(path: &Path, bytes_max: u64) -> Result<Option<Vec<
     }
 }
 
+/// `run` for another thread. In tests its operations count as operations of this thread.
+pub(crate) fn continued<T>(run: impl FnOnce() -> T) -> impl FnOnce() -> T {
+    #[cfg(test)]
+    let plan = faults::plan();
+    move || {
+        #[cfg(test)]
+        faults::adopt(plan);
+        run()
+    }
+}
+
 /// Whether `name`, joined to a directory, is a direct entry of it.
 pub(crate) fn is_plain_file_name(name: &str) -> bool {
     !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
@@ -170,11 +183,12 @@ mod tests {
 
 #[cfg(test)]
 pub(crate) mod faults {
-    //! Makes the n-th operation of this thread fail, and records all operations.
+    //! Makes the n-th operation of this thread fail, and records all operations. Threads that continue its work share its plan.
 
     use std::cell::RefCell;
     use std::io;
     use std::path::{Path, PathBuf};
+    use std::sync::{Arc, Mutex, PoisonError};
 
     /// Effect of a failing operation.
     #[derive(Clone, Copy, Debug, PartialEq)]
@@ -186,51 +200,65 @@ pub(crate) mod faults {
     }
 
     #[derive(Default)]
-    struct FaultPlan {
+    pub(crate) struct FaultPlan {
         fail: Option<(usize, Mode)>,
         seen: Vec<(&'static str, PathBuf)>,
         /// Directories that cannot be renamed.
         lower: Vec<PathBuf>,
         /// An action of another process before an operation.
-        meanwhile: Option<(usize, Box<dyn FnOnce()>)>,
+        meanwhile: Option<(usize, Box<dyn FnOnce() + Send>)>,
     }
 
-    thread_local!(static PLAN: RefCell<FaultPlan> = RefCell::default());
+    thread_local!(static PLAN: RefCell<Arc<Mutex<FaultPlan>>> = RefCell::default());
+
+    fn replace(plan: FaultPlan) {
+        PLAN.replace(Arc::new(Mutex::new(plan)));
+    }
+
+    /// The plan of this thread.
+    pub(super) fn plan() -> Arc<Mutex<FaultPlan>> {
+        PLAN.with_borrow(Arc::clone)
+    }
+
+    /// Makes `plan` that of this thread.
+    pub(super) fn adopt(plan: Arc<Mutex<FaultPlan>>) {
+        PLAN.replace(plan);
+    }
 
     /// Starts to record operations. The operation with index `at` of `fail` fails.
     pub(crate) fn arm(fail: Option<(usize, Mode)>) {
-        PLAN.replace(FaultPlan { fail, ..FaultPlan::default() });
+        replace(FaultPlan { fail, ..FaultPlan::default() });
     }
 
     /// Starts to record without failures on an overlay file system. Renaming one of the lower-layer directories `lower` gives EXDEV.
     pub(crate) fn arm_overlay(lower: Vec<PathBuf>) {
-        PLAN.replace(FaultPlan { lower, ..FaultPlan::default() });
+        replace(FaultPlan { lower, ..FaultPlan::default() });
     }
 
     /// Starts to record without failures. Before operation `at`, another process performs `act`.
-    pub(crate) fn arm_meanwhile(at: usize, act: impl FnOnce() + 'static) {
-        PLAN.replace(FaultPlan { meanwhile: Some((at, Box::new(act))), ..FaultPlan::default() });
+    pub(crate) fn arm_meanwhile(at: usize, act: impl FnOnce() + Send + 'static) {
+        replace(FaultPlan { meanwhile: Some((at, Box::new(act))), ..FaultPlan::default() });
     }
 
     /// Stops recording. Returns the operations since [`arm`].
     pub(crate) fn disarm() -> Vec<(&'static str, PathBuf)> {
-        PLAN.take().seen
+        std::mem::take(&mut PLAN.take().lock().unwrap_or_else(PoisonError::into_inner).seen)
     }
 
     /// Called before every operation.
     pub(super) fn next(operation: &'static str, path: &Path) -> io::Result<()> {
-        PLAN.with_borrow_mut(|plan| {
-            let index = plan.seen.len();
-            plan.seen.push((operation, path.to_path_buf()));
-            if let Some((_, act)) = plan.meanwhile.take_if(|(at, _)| *at == index) {
-                act();
-            }
-            if operation == "rename" && plan.lower.iter().any(|lower| lower == path) && path.is_dir() {
-                return Err(io::Error::from_raw_os_error(libc::EXDEV));
-            }
-            let fails = plan.fail.is_some_and(|(at, mode)| index == at || (mode == Mode::Crash && index > at));
-            // ENOSPC: the disk is full.
-            if fails { Err(io::Error::from_raw_os_error(28)) } else { Ok(()) }
-        })
+        let plan = plan();
+        let mut plan = plan.lock().unwrap_or_else(PoisonError::into_inner);
+        let index = plan.seen.len();
+        plan.seen.push((operation, path.to_path_buf()));
+        if let Some((_, act)) = plan.meanwhile.take_if(|(at, _)| *at == index) {
+            act();
+        }
+        if operation == "rename" && plan.lower.iter().any(|lower| lower == path) && path.is_dir() {
+            return Err(io::Error::from_raw_os_error(libc::EXDEV));
+        }
+        let fails = plan.fail.is_some_and(|(at, mode)| index == at || (mode == Mode::Crash && index > at));
+        // ENOSPC: the disk is full.
+        if fails { Err(io::Error::from_raw_os_error(28)) } else { Ok(()) }
     }
 }

@@ -64,6 +64,7 @@ pub mod engine {
     pub use crate::engine::pool::Pool;
     pub use crate::engine::protocol::coordinator::{Counts, GradUpdate, Work};
     pub use crate::engine::protocol::verdict::{SpeculationHistory, Verdict};
+    pub use crate::engine::save::frozen_state::FrozenState;
     pub use crate::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
     pub use crate::engine::watch::watchdog::Watchdog;
 }

@@ -48,6 +48,8 @@ pub struct StepMetrics {
     pub step_ms: f64,
     /// Wall time of a change of plan before this step; 0 without one.
     pub replan_ms: f64,
+    /// Time since the line before in which training waited for a save; 0 without one.
+    pub save_wait_ms: f64,
     /// Real tokens (no padding) per second.
     pub tokens_per_second: f64,
     /// Model FLOPs, as [`FLOPS_FORMULA`](crate::model::flops::FLOPS_FORMULA) counts them, over wall time.

@@ -8,17 +8,19 @@ mod support;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::backtrace::Backtrace;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, mpsc};
+use std::thread::JoinHandle;
 use std::time::Duration;
 use superoffload::internals::bucket::{BucketLayout, Tier};
 use superoffload::internals::data::{DataPosition, Dataset, Loader, Preparation, RowRules, Tokenizer};
 use superoffload::internals::device::Kernels;
-use superoffload::internals::engine::{Counts, Engine, Watchdog};
+use superoffload::internals::engine::{Counts, Engine, FrozenState, Watchdog};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::{UseEngine, on_cpus};
 use superoffload::internals::metrics::rss_bytes;
 use superoffload::internals::model::{ModelShape, TensorTable};
+use superoffload::internals::optim::StatePart;
 use superoffload::internals::planner::Machine;
 use superoffload::{Plan, Result, Settings};
 use support::{emulator, grad_ring, load, random_params, resident, settings, start, tiny_llama, tiny_moe};
@@ -110,6 +112,9 @@ fn main() {
         let late_rows = |plan: &mut Plan| assert!(!plan.placement.layout.early().is_empty(), "{plan}");
         steps_of(STRATEGIES[1], "early-rows = \"on\"\n", late_rows);
     }
+    // A save reads the state of the step before the watched ones.
+    steps(STRATEGIES[2], "save-memory = \"0\"\n");
+    STRATEGIES[..3].iter().for_each(|strategy| _ = steps(strategy, "save-memory = \"4MiB\"\n"));
     STRATEGIES.iter().for_each(|strategy| _ = steps(strategy, "gpus = 2\n"));
     steps(STRATEGIES[1], "gpus = 2\nsequence-ranks = 2\n");
     if cfg!(feature = "weight-flow") {
@@ -177,6 +182,7 @@ impl UseEngine for Watch {
             assert!(engine.replan(plan).unwrap().is_none());
         }
         train(&mut engine, WARM_UP_STEPS);
+        let reader = name.contains("save-memory").then(|| read_slowly(engine.begin_save().unwrap()));
         let found = first_allocation(|| {
             for _ in 0..STEPS {
                 train(&mut engine, 1);
@@ -184,10 +190,31 @@ impl UseEngine for Watch {
             }
         });
         drop(dog);
+        reader.into_iter().for_each(|reader| reader.join().unwrap());
         assert!(found.is_none(), "{name}allocates: {}", found.unwrap_or_default());
         assert!(loader.position().epoch == 1, "an epoch ended while the allocator watched");
         Ok(counts)
     }
+}
+
+/// Reads the state of a save in another thread, slowly. The thread has started when this returns.
+fn read_slowly(state: FrozenState) -> JoinHandle<()> {
+    let (started, start) = mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        let mut bytes = vec![0; 1 << 10];
+        started.send(()).unwrap();
+        while let Some(bucket) = state.next().unwrap() {
+            let array_bytes = 4 * state.range(bucket).len();
+            for start in (0..array_bytes).step_by(bytes.len()) {
+                let out = &mut bytes[..(array_bytes - start).min(1 << 10)];
+                state.read(bucket, StatePart::PARAMS, start, out).unwrap();
+                std::thread::sleep(Duration::from_micros(20));
+            }
+            state.saved(bucket);
+        }
+    });
+    start.recv().unwrap();
+    thread
 }
 
 /// The loader starts at a position where the epoch ends during the watched steps.

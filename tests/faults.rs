@@ -177,7 +177,7 @@ fn a_second_failed_save_is_reported_with_the_lost_steps() {
     await_line(&mut child, "step      3");
     limit_files(&child, bytes_max);
     let both: Outcome = child.wait_with_output().unwrap().into();
-    both.refused(1, &["write", "metrics.jsonl", "File too large", "; then write", "state.bin"]);
+    both.refused(1, &["write", "metrics.jsonl", "File too large", "; then reserve", "state.bin"]);
     let printed = lost(&both);
     assert!(printed[0].starts_with("steps 3 to ") && printed[0].ends_with("all since the checkpoint of the start"), "{printed:?}");
     assert!(printed[1].starts_with("the metrics of step ") && printed[2] == "the timeline", "{printed:?}");

@@ -32,6 +32,7 @@ fn every_memory_class_of_a_plan_for_cpus_matches_allocations() {
         for strategy in &strategies {
             for more in [
                 "",
+                "save-memory = \"100KiB\"\n",
                 "gradient-shares = 3\n",
                 "gradient-shares = 4\ngradient-group = 2\n",
                 "dtype = \"float32\"\nslots = 3\n",

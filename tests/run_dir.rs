@@ -13,10 +13,10 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-/// A run that is stopped by a signal after its third step.
+/// A run that is stopped by a signal after its first checkpoint, which is written beside the third step.
 fn stopped(workspace: &Workspace, out: &str, flags: &[&str]) -> Child {
     let mut child = workspace.train(out, flags).spawn().unwrap();
-    await_line(&mut child, "step      3");
+    await_line(&mut child, "checkpoint ");
     signal(&child, Signal::SIGSTOP);
     child
 }

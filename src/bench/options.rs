@@ -82,13 +82,13 @@ const STEPS_MAX: u64 = 100_000;
 
 /// Options of `train` that have no effect in a benchmark.
 #[rustfmt::skip]
-const MEANINGLESS: [&str; 30] = [
+const MEANINGLESS: [&str; 32] = [
     "init", "data", "eval_data", "output_dir", "max_steps", "num_train_epochs",
     "data_format", "columns", "train_on", "chat_template", "chat_template_name", "chat_template_kwargs",
     "chat_date",
     "lr_scheduler_type", "warmup_steps", "warmup_ratio", "max_grad_norm", "logging_steps", "report_to",
     "eval_strategy", "eval_steps", "eval_on_start", "prompts", "save_steps",
-    "save_total_limit", "resume_from_checkpoint", "no_shuffle", "perf_counters", "inject", "faults",
+    "save_total_limit", "save_memory", "save_rate", "resume_from_checkpoint", "no_shuffle", "perf_counters", "inject", "faults",
 ];
 
 /// A flag of `train` as a benchmark has it: without data, the model's shape is enough.

@@ -5,13 +5,15 @@ use super::reader::Loaded;
 use crate::device::Kernels;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
-use crate::model::tensors::TensorSpec;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::int8::whole_groups;
 use crate::optim::state_array::{StateArrays, StatePart};
 use std::ops::Range;
 use std::sync::mpsc;
 use std::{mem, thread};
+
+/// Elements that a save reads at once, so that they and the pieces of its writers fit the memory planned for saves.
+pub(crate) const SAVE_ELEMS: usize = PIECE_ELEMS / 4;
 
 /// The digest of the state, flushed: optimizer step, then all arrays of every tensor. A second thread adds up a piece while the
 /// next is read.
@@ -34,7 +36,7 @@ pub(crate) fn digest<D: Kernels>(engine: &mut Engine<D>) -> Result<String> {
     };
     let adder =
         thread::Builder::new().name("digest".into()).spawn(add_up).map_err(|e| Error::resource("start a thread that adds up", e))?;
-    let done = for_each_piece(engine, PIECE_ELEMS, |_, part, elems| {
+    let done = for_each_piece(engine, PIECE_ELEMS, |part, elems| {
         let piece = mem::replace(elems, spare.try_recv().unwrap_or_default());
         read.send((part, piece)).expect("it takes pieces until there are no more");
         Ok(())
@@ -44,23 +46,22 @@ pub(crate) fn digest<D: Kernels>(engine: &mut Engine<D>) -> Result<String> {
     done.map(|()| digest)
 }
 
-/// Reads all state in canonical order, at most `piece_elems` elements at a time; the first piece of a tensor comes with its spec. `each`
-/// may keep a piece and leave another vector in its place.
+/// Reads all state in canonical order, at most `piece_elems` elements at a time. `each` may keep a piece and leave another vector in its
+/// place.
 ///
 /// # Errors
 /// The device's; those of `each`.
 pub(crate) fn for_each_piece<D: Kernels>(
     engine: &mut Engine<D>,
     piece_elems: usize,
-    mut each: impl FnMut(Option<&TensorSpec>, StatePart, &mut Vec<f32>) -> Result<()>,
+    mut each: impl FnMut(StatePart, &mut Vec<f32>) -> Result<()>,
 ) -> Result<()> {
     let (specs, arrays, mut buffer) = (engine.table().specs().to_vec(), engine.plan().optimizer().arrays(), Vec::new());
     for spec in &specs {
-        let mut begun = Some(spec);
         for (part, piece) in pieces(arrays, spec.elems(), piece_elems) {
             buffer.resize(piece.len(), 0.0);
             engine.read_state(part, spec.offset_elems + piece.start, &mut buffer)?;
-            each(begun.take(), part, &mut buffer)?;
+            each(part, &mut buffer)?;
         }
     }
     Ok(())
@@ -91,7 +92,7 @@ fn pieces(arrays: StateArrays, elems: usize, piece_elems: usize) -> impl Iterato
 mod tests {
     use super::*;
     use crate::checkpoint::digest::digest_checkpoint;
-    use crate::checkpoint::{self, SavedLossScale, Scheduler, TrainerState, Writer};
+    use crate::checkpoint::{self, SaveRate, SavedLossScale, Scheduler, TrainerState, Writer};
     use crate::config::settings::Settings;
     use crate::device::cpu::CpuDevice;
     use crate::disk::Dir;
@@ -119,7 +120,7 @@ mod tests {
 
     fn digest_by(engine: &mut Engine<CpuDevice>, piece_elems: usize) -> String {
         let mut digest = StateDigest::new(3, engine.plan().optimizer().arrays());
-        let update = |_: Option<&TensorSpec>, part, elems: &mut Vec<f32>| {
+        let update = |part, elems: &mut Vec<f32>| {
             digest.update(part, elems);
             Ok(())
         };
@@ -140,12 +141,10 @@ mod tests {
             settings: Value::Null,
         };
         let run = serde_json::json!({"moments": engine.plan().recipe.numerics.moments}).as_object().unwrap().clone();
-        let mut writer = Writer::create(&Dir::open(dir).unwrap(), trainer, run).unwrap();
-        let write = |begun: Option<&TensorSpec>, part, elems: &mut Vec<f32>| {
-            begun.iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
-            writer.elems(part, elems)
-        };
-        for_each_piece(engine, piece_elems, write).unwrap();
+        let mut writer = Writer::create(&Dir::open(dir).unwrap(), trainer, run, SaveRate::default()).unwrap();
+        engine.table().specs().iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
+        writer.reserve().unwrap();
+        for_each_piece(engine, piece_elems, |part, elems| writer.elems(part, elems)).unwrap();
         writer.finish(&[], None, Default::default()).unwrap().path
     }
 

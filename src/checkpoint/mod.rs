@@ -11,9 +11,11 @@
 //! A checkpoint is written beside (`.checkpoint-120.tmp-<pid>`), synced and renamed, so that `checkpoint-120` is whole
 //! or absent. Every byte of it is under a CRC32C, and [`verify`] reads all of them before anything is restored.
 
+pub(crate) mod background;
 pub(crate) mod best;
 pub(crate) mod carried;
 pub(crate) mod digest;
+mod disk_rate;
 pub(crate) mod engine_state;
 pub(crate) mod export;
 mod export_config;
@@ -24,27 +26,33 @@ mod format;
 mod owned;
 mod part_files;
 pub(crate) mod parts;
+mod placed_state;
 mod read_ahead;
 mod reader;
+mod save_rate;
 mod sound;
 mod state_file;
 mod state_parts;
+mod state_writer;
 mod store;
 mod validate;
 mod writer;
+mod writers;
 mod written;
 
+pub(crate) use disk_rate::disk_rate;
 pub(crate) use find::find;
 pub(crate) use format::{SavedLossScale, Scheduler, TrainerState};
 pub(crate) use owned::{BEING_REMOVED, BEING_REPLACED, BEING_WRITTEN, CHECKPOINT};
 pub(crate) use reader::Loaded;
 pub use reader::{open, verify};
+pub(crate) use save_rate::SaveRate;
 pub(crate) use store::clean;
 use store::is_called_checkpoint;
 use store::newest_by;
 pub(crate) use store::{RetainedCheckpoints, is_checkpoint, newest_good};
 pub(crate) use validate::STEPS_MAX;
-pub(crate) use writer::{Writer, checkpoint_bytes};
+pub(crate) use writer::{Saved, Writer, checkpoint_bytes};
 
 #[cfg(test)]
 mod store_tests;

@@ -1,7 +1,8 @@
 //! Tests of the parts in a manifest and of reading the files that hold them.
 
 use super::*;
-use crate::checkpoint::state_file::StateWriter;
+use crate::checkpoint::SaveRate;
+use crate::checkpoint::state_writer::StateWriter;
 use crate::disk::Dir;
 use crate::optim::moments::Moments;
 use crate::optim::norm::BLOCK;
@@ -55,7 +56,8 @@ fn elements_are_found_by_their_place_in_the_flat_order() {
         let (dir, mut parts) = (tempfile::tempdir().unwrap(), parts(blocks, bucket, files));
         let value = |part: StatePart, flat: usize| (3 * flat + part.index()) as f32;
         for rank in 0..files {
-            let (own, mut file) = (parts.slices(rank), StateWriter::create(&Dir::open(dir.path()).unwrap(), &file_name(rank)).unwrap());
+            let (own, mut file) =
+                (parts.slices(rank), StateWriter::create(&Dir::open(dir.path()).unwrap(), &file_name(rank), SaveRate::default()).unwrap());
             for part in ARRAYS.parts() {
                 for (flat, _) in own.pieces(0..own.elems()) {
                     let values: Vec<f32> = flat.map(|at| value(part, at)).collect();

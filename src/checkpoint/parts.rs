@@ -2,10 +2,12 @@
 //! all of m, then all of v. Processes write beside each other, so that no state crosses the network; a reader of any number of processes
 //! puts tensors together by the flat order.
 
+use super::engine_state::SAVE_ELEMS;
 use super::format::TrainerState;
 use super::owned::MEETING;
-use super::state_file::StateWriter;
+use super::save_rate::SaveRate;
 use super::state_parts::{StateParts, file_name};
+use super::state_writer::StateWriter;
 use super::store::hidden_of;
 use super::writer::Writer;
 use crate::bucket::slices::Slices;
@@ -13,7 +15,6 @@ use crate::device::Kernels;
 use crate::disk::{self, Dir, TmpDir};
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
-use crate::optim::PIECE_ELEMS;
 use crate::planner::plan::Plan;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -53,10 +54,11 @@ pub(crate) fn save_own<D: Kernels>(engine: &mut Engine<D>, output_dir: &Path, [s
 /// Writes this rank's file into `dir`, and has it on disk; the checksums of its chunks.
 fn write<D: Kernels>(engine: &mut Engine<D>, dir: &Dir) -> Result<Vec<u32>> {
     let (rank, elems, arrays) = (engine.slices().rank(), engine.slices().elems(), engine.plan().optimizer().arrays());
-    let (mut file, mut buffer) = (StateWriter::create(dir, &file_name(rank))?, Vec::new());
+    let (mut file, mut buffer) = (StateWriter::create(dir, &file_name(rank), SaveRate::default())?, Vec::new());
+    file.reserve(arrays.bytes(elems) as u64)?;
     for part in arrays.parts() {
-        for start in (0..elems).step_by(PIECE_ELEMS) {
-            buffer.resize(PIECE_ELEMS.min(elems - start), 0.0);
+        for start in (0..elems).step_by(SAVE_ELEMS) {
+            buffer.resize(SAVE_ELEMS.min(elems - start), 0.0);
             engine.read_slices(part, start, &mut buffer)?;
             arrays[part].stored(&buffer, |bytes| file.append(bytes))?;
         }

@@ -1,61 +1,14 @@
-//! A file of state: bytes in chunks with a checksum each, written once and read in any order. Every returned byte was verified.
+//! A file of state that is read: bytes in chunks with a checksum each, in any order. Every returned byte was verified.
 
 use super::format::CHUNK_BYTES;
 use super::read_ahead::{self, READERS};
-use crate::disk::{Dir, FileId, InFile, OutFile};
+use crate::disk::InFile;
 use crate::error::{Error, Result};
 use std::mem;
 use std::path::Path;
 use std::sync::Arc;
 
-/// One that is being written, through a buffer of one chunk.
-pub(super) struct StateWriter {
-    file: OutFile,
-    chunk: Vec<u8>,
-    crc32c: Vec<u32>,
-}
-
-impl StateWriter {
-    pub(super) fn create(dir: &Dir, name: &str) -> Result<Self> {
-        Ok(Self { file: dir.create_file(name)?, chunk: Vec::with_capacity(CHUNK_BYTES), crc32c: Vec::new() })
-    }
-
-    pub(super) fn append(&mut self, mut bytes: &[u8]) -> Result<()> {
-        while !bytes.is_empty() {
-            let (head, rest) = bytes.split_at(bytes.len().min(CHUNK_BYTES - self.chunk.len()));
-            self.chunk.extend_from_slice(head);
-            bytes = rest;
-            if self.chunk.len() == CHUNK_BYTES {
-                self.flush()?;
-            }
-        }
-        Ok(())
-    }
-
-    fn flush(&mut self) -> Result<()> {
-        if !self.chunk.is_empty() {
-            self.file.write(&self.chunk)?;
-            self.crc32c.push(crc32c::crc32c(&self.chunk));
-            self.chunk.clear();
-        }
-        Ok(())
-    }
-
-    /// Has all of it on disk.
-    pub(super) fn finish(mut self) -> Result<WrittenState> {
-        self.flush()?;
-        self.file.sync()?;
-        Ok(WrittenState { id: self.file.id()?, crc32c: self.crc32c })
-    }
-}
-
-/// One that is on disk, and the checksums of its chunks.
-pub(super) struct WrittenState {
-    pub(super) id: FileId,
-    pub(super) crc32c: Vec<u32>,
-}
-
-/// One that is read.
+/// The open file.
 pub(super) struct StateFile {
     file: InFile,
     bytes: u64,

@@ -1,7 +1,7 @@
 //! Saves on file systems that cannot rename directories, in directories that somebody changes meanwhile.
 
 use super::tests::{model_files, names, newest_step, read_back, save_step, small, sources, tidy, trainer};
-use super::{Writer, verify};
+use super::{SaveRate, Writer, verify};
 use crate::disk::{Dir, faults};
 use serde_json::Map;
 use std::fs;
@@ -54,7 +54,7 @@ fn checkpoints_with_removed_or_replaced_files_are_not_published() {
         ["state.bin", "trainer_state.json", "model/config.json"].into_iter().flat_map(|file| [(file, false), (file, true)])
     {
         let dir = tempfile::tempdir().unwrap();
-        let mut writer = Writer::create(&Dir::open(dir.path()).unwrap(), trainer(1), Map::new()).unwrap();
+        let mut writer = Writer::create(&Dir::open(dir.path()).unwrap(), trainer(1), Map::new(), SaveRate::default()).unwrap();
         sources(&small(1)).for_each(|tensor| writer.tensor(tensor).unwrap());
         writer.complete(&model_files()).unwrap();
         let path = writer.dir().path().join(damage);

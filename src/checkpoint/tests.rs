@@ -2,6 +2,7 @@ use super::format::{CHUNK_BYTES, MANIFEST, MODEL, Manifest, STATE};
 use super::store::is_damage;
 use super::writer::Saved;
 use super::*;
+use crate::checkpoint::SaveRate;
 use crate::disk::Dir;
 use crate::disk::faults::{self, Mode};
 use crate::dtype::Element;
@@ -88,7 +89,7 @@ pub(crate) fn save<'a>(
     tensors: impl IntoIterator<Item = TensorSource<'a>>,
     total_limit: Option<NonZeroUsize>,
 ) -> Result<Saved> {
-    let mut writer = Writer::create(&Dir::open(output_dir)?, trainer.clone(), Map::new())?;
+    let mut writer = Writer::create(&Dir::open(output_dir)?, trainer.clone(), Map::new(), SaveRate::default())?;
     for tensor in tensors {
         writer.tensor(tensor)?;
     }
@@ -549,7 +550,7 @@ fn packed_moments_are_stored_as_they_are_and_have_a_format_of_their_own() {
     // Moments are bfloat16 values: state comes from an engine that has rounded them.
     let short = |x: &mut f32| *x = <bf16 as Element>::from_f32(*x).to_f32();
     tensors.iter_mut().for_each(|(_, _, [_, m, v])| [m, v].into_iter().flatten().for_each(short));
-    let mut writer = Writer::create(&crate::disk::Dir::open(dir.path()).unwrap(), trainer(3), run.clone()).unwrap();
+    let mut writer = Writer::create(&crate::disk::Dir::open(dir.path()).unwrap(), trainer(3), run.clone(), SaveRate::default()).unwrap();
     sources(&tensors).try_for_each(|tensor| writer.tensor(tensor)).unwrap();
     let path = writer.finish(&model_files(), None, Default::default()).unwrap().path;
     assert!(read_back(&path, &tensors).unwrap());
@@ -584,7 +585,7 @@ fn moments_in_8_bits_are_stored_in_groups_and_have_a_format_of_their_own() {
                 .unwrap();
         }
     }
-    let mut writer = Writer::create(&crate::disk::Dir::open(dir.path()).unwrap(), trainer(3), run.clone()).unwrap();
+    let mut writer = Writer::create(&crate::disk::Dir::open(dir.path()).unwrap(), trainer(3), run.clone(), SaveRate::default()).unwrap();
     sources(&tensors).try_for_each(|tensor| writer.tensor(tensor)).unwrap();
     let path = writer.finish(&model_files(), None, Default::default()).unwrap().path;
     assert!(read_back(&path, &tensors).unwrap());
@@ -604,7 +605,9 @@ fn moments_in_8_bits_are_stored_in_groups_and_have_a_format_of_their_own() {
 fn a_manifest_keeps_all_facts_of_a_run_including_unknown_ones() {
     let dir = tempfile::tempdir().unwrap();
     let run = json!({"model": {"rope_theta": 1e4}, "of a later version": [1, {"x": null}]});
-    let mut writer = Writer::create(&crate::disk::Dir::open(dir.path()).unwrap(), trainer(4), run.as_object().unwrap().clone()).unwrap();
+    let mut writer =
+        Writer::create(&crate::disk::Dir::open(dir.path()).unwrap(), trainer(4), run.as_object().unwrap().clone(), SaveRate::default())
+            .unwrap();
     sources(&small(1)).for_each(|tensor| writer.tensor(tensor).unwrap());
     let path = writer.finish(&[], None, Default::default()).unwrap().path;
     let manifest = verify(&path).unwrap();

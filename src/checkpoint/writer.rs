@@ -1,9 +1,12 @@
 //! Writing a checkpoint beside, then publishing it.
 
 use super::format::{FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry, TrainerState};
-use super::state_file::StateWriter;
+use super::placed_state::WrittenState;
+use super::save_rate::SaveRate;
 use super::state_parts::{StateParts, file_name};
+use super::state_writer::StateWriter;
 use super::store::{self, HiddenRole, RetainedCheckpoints};
+use super::writers::Writers;
 use super::written::Written;
 use crate::disk::{Dir, FileId, TmpDir};
 use crate::error::Result;
@@ -25,7 +28,7 @@ pub(crate) struct Saved {
 
 /// A checkpoint being written. Dropping it before [`Writer::finish`] removes its files.
 ///
-/// Tensors are streamed through one buffer of 1 MiB, so that memory stays flat.
+/// Tensors are streamed through a few pieces of 2 MiB, so that memory stays flat.
 pub(crate) struct Writer {
     tmp: TmpDir,
     manifest: Manifest,
@@ -41,14 +44,14 @@ pub(crate) fn checkpoint_bytes(params: usize, arrays: StateArrays, model_files: 
 }
 
 impl Writer {
-    /// Starts `output_dir/checkpoint-<trainer.step>` of a run that learns with and from `run`; `output_dir` is the caller's. Remains of
-    /// dead runs are removed first.
+    /// Starts `output_dir/checkpoint-<trainer.step>` of a run that learns with and from `run`. `rate` limits the writes of its state, and
+    /// `output_dir` is the caller's. Remains of dead runs are removed first.
     ///
     /// # Errors
     /// The directory cannot be listed or written.
-    pub(crate) fn create(output_dir: &Dir, trainer: TrainerState, run: Map<String, Value>) -> Result<Self> {
+    pub(crate) fn create(output_dir: &Dir, trainer: TrainerState, run: Map<String, Value>, rate: SaveRate) -> Result<Self> {
         let writer = Self::create_shared(output_dir, trainer, run)?;
-        let state = StateWriter::create(writer.dir(), STATE)?;
+        let state = StateWriter::create(writer.dir(), STATE, rate)?;
         Ok(Self { state: Some(state), ..writer })
     }
 
@@ -76,22 +79,32 @@ impl Writer {
         for rank in 0..parts.state_crc32c.len() {
             self.written.add_of_another(file_name(rank), parts.file_bytes(rank, self.manifest.arrays()));
         }
-        let tensors = self.manifest.tensors.iter();
-        self.manifest.state_bytes = tensors.map(|tensor| self.manifest.arrays().bytes(tensor.elems as usize) as u64).sum();
+        self.manifest.state_bytes = self.state_bytes();
         self.manifest.set_parts(parts);
     }
 
-    /// Begins a tensor. Its elements follow in calls of [`Writer::elems`]: first all parameters, then all of each further array.
+    /// Begins a tensor, whose elements follow in calls of [`Writer::elems`].
     /// The order of the tensors is the order in the file and in the state's digest.
     pub(crate) fn begin(&mut self, name: &str, shape: &[usize]) {
-        let before = self.manifest.tensors.last();
-        let offset = before.map_or(0, |last| last.offset + self.manifest.arrays().bytes(last.elems as usize) as u64);
-        let elems = shape.iter().product::<usize>() as u64;
+        let (offset, elems) = (self.state_bytes(), shape.iter().product::<usize>() as u64);
         self.manifest.tensors.push(TensorEntry { name: name.into(), shape: shape.into(), offset, elems });
     }
 
-    /// Appends the next elements of `part` of the tensor that was begun last. A tensor that does not get all of its own, and no more, is an
-    /// error when the checkpoint is finished.
+    /// Reserves disk space for the state of all tensors, which were begun.
+    ///
+    /// # Errors
+    /// `Io` when the disk is full.
+    pub(crate) fn reserve(&self) -> Result<()> {
+        self.state.as_ref().map_or(Ok(()), |state| state.reserve(self.state_bytes()))
+    }
+
+    /// Bytes of the state of the tensors that were begun.
+    fn state_bytes(&self) -> u64 {
+        self.manifest.tensors.last().map_or(0, |last| last.offset + self.manifest.arrays().bytes(last.elems as usize) as u64)
+    }
+
+    /// Appends the next elements of `part`: of the first tensor all parameters, then all of each further array, then those of the next
+    /// tensor. More or fewer elements than those of all tensors are an error when the checkpoint is finished.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -118,14 +131,24 @@ impl Writer {
     /// Writes all that is missing but for the name.
     pub(super) fn complete(&mut self, model_files: &[(String, Vec<u8>)]) -> Result<()> {
         if let Some(state) = self.state.take() {
-            let state = state.finish()?;
-            (self.manifest.state_bytes, self.manifest.state_crc32c) = (state.id.bytes, state.crc32c);
-            self.written.add(None, STATE, state.id);
+            self.set_state(state.finish()?);
         }
         self.write_model(model_files)?;
         let manifest = self.manifest.encode(&self.tmp.dir().join(MANIFEST))?;
         self.written.add(None, MANIFEST, self.tmp.dir().write_file(MANIFEST, &manifest)?);
         Ok(())
+    }
+
+    /// The file of the state is complete.
+    pub(super) fn set_state(&mut self, state: WrittenState) {
+        (self.manifest.state_bytes, self.manifest.state_crc32c) = (state.id.bytes, state.crc32c);
+        self.written.add(None, STATE, state.id);
+    }
+
+    /// The threads of the state's file, to which nothing was appended, and the list of its tensors.
+    pub(super) fn take_writers(&mut self) -> Option<(Writers, Vec<TensorEntry>, StateArrays)> {
+        let state = self.state.take()?;
+        Some((state.into_writers(), self.manifest.tensors.clone(), self.manifest.arrays()))
     }
 
     pub(super) fn publish(mut self, total_limit: Option<NonZeroUsize>, spared: RetainedCheckpoints) -> Result<Saved> {

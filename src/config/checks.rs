@@ -94,6 +94,7 @@ impl Settings {
             ("eval-steps", self.eval_steps.unwrap_or(1)),
             ("early-stopping-patience", self.early_stopping_patience.unwrap_or(1)),
             ("save-total-limit", self.save_total_limit.unwrap_or(1) as u64),
+            ("save-rate", self.save_rate.map_or(1, |rate| rate.0)),
             ("hbm-limit", self.hbm_limit.map_or(1, |limit| limit.0)),
             ("host-limit", self.host_limit.map_or(1, |limit| limit.0)),
         ];

@@ -133,6 +133,7 @@ impl Settings {
             memory: self.memory,
             hbm_limit: self.hbm_limit,
             host_limit: self.host_limit,
+            save_memory: self.save_memory,
             isa: self.isa,
             cuda_libraries: self.cuda_libraries.clone(),
             data_bytes: self.data_bytes,

@@ -28,7 +28,7 @@ use crate::optim::schedule::{LrScheduler, TrainLength};
 use crate::recipe::part::RunPart;
 use crate::request::choices::{
     ActivationsChoice, AttentionChoice, CastSide, EarlyRows, ExpertProductsChoice, HeadRowsChoice, HostMemoryKind, IsaChoice,
-    MastersChoice, ResidentBuckets, Strategy, Technique, Transport, WeightsChoice,
+    MastersChoice, ResidentBuckets, SaveMemory, Strategy, Technique, Transport, WeightsChoice,
 };
 use crate::signals::StopSignal;
 use crate::units::Bytes;
@@ -497,6 +497,14 @@ settings! {
         /// Number of newest checkpoints to keep, besides the one with the best evaluation.
         #[arg(value_name = "N")]
         save_total_limit: usize => "all", Free, Run;
+        /// Host memory for copies of states that wait to be saved, so that training need not wait for the disk.
+        #[arg(value_name = "auto|SIZE")]
+        #[serde(deserialize_with = "some_scalar")]
+        save_memory: SaveMemory = SaveMemory::Auto, Free, Site;
+        /// Let saves write at most this much in a second, for example 500MiB.
+        #[arg(value_name = "SIZE")]
+        #[serde(deserialize_with = "some_scalar")]
+        save_rate: Bytes => "as fast as the disk", Free, Run;
         /// Consecutive steps with non-finite gradients after which a run ends; 0 is never.
         #[arg(value_name = "N")]
         max_skipped_steps: u64 = 100, Free, Run;

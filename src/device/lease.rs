@@ -14,6 +14,7 @@ pub(crate) type Sides<'a, D> = (&'a mut D, &'a mut HostMemory);
 pub(crate) struct Lease {
     device: Vec<DeviceSlice>,
     pinned: Vec<PinnedSlice>,
+    host: Vec<PinnedSlice>,
 }
 
 impl Lease {
@@ -56,6 +57,13 @@ impl Lease {
         Ok(memory)
     }
 
+    /// [`HostMemory::alloc_periodic`], for worker threads alone.
+    pub(crate) fn alloc_host(&mut self, host: &mut HostMemory, name: &str, bytes: usize, period_bytes: usize) -> Result<PinnedSlice> {
+        let memory = host.alloc_periodic(name, bytes, period_bytes)?;
+        self.host.push(memory);
+        Ok(memory)
+    }
+
     /// Frees the device memory, once all enqueued operations have run.
     ///
     /// # Errors
@@ -70,6 +78,7 @@ impl Lease {
     /// Errors of the device.
     pub(crate) fn give_back<D: Device>(&mut self, dev: &mut D, host: &mut HostMemory) -> Result<()> {
         self.give_back_device(dev)?;
+        self.host.drain(..).for_each(|memory| host.give_back(memory.addr(), 0));
         self.pinned.drain(..).try_for_each(|memory| {
             dev.unpin(memory)?;
             host.give_back(memory.addr(), 0);

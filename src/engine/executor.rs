@@ -15,6 +15,7 @@ use super::protocol::order::Order;
 use super::protocol::verdict::{SpeculationHistory, Verdict};
 use super::ranks::exchange::{Exchange, OrderWords, SingleRank};
 use super::reported_amounts::ReportedAmounts;
+use super::save::running_save::RunningSave;
 use super::step_counters::StepCounters;
 use super::step_job::StepJob;
 use super::step_results::StepResults;
@@ -71,6 +72,8 @@ pub struct Engine<D: Kernels> {
     pub(super) dev: D,
     pub(super) pool: Pool<StepJob>,
     // Fields with threads that use the memory are declared before it, so that they are dropped first.
+    /// The save that reads the state while steps run.
+    pub(super) save: Option<RunningSave>,
     pub(super) host: HostMemory,
     pub(super) memory: Memory,
     pub(super) scratch: StepScratch,
@@ -160,6 +163,7 @@ impl<D: Kernels> Engine<D> {
             plan,
             dev,
             pool,
+            save: None,
             host,
             memory,
             scratch,

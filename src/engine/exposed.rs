@@ -61,9 +61,13 @@ impl<D: Kernels> Engine<D> {
         if idle_since.is_none() && !self.dev.is_done(self.compute_tail)? {
             return Ok(());
         }
+        let waits_for_save = self.coordinator.waits_for_save();
+        let shown = if waits_for_save { DriverActivity::Save } else { activity };
+        self.driver_state.set_activity(shown, bucket as u64);
         let now = self.dev.now_ns();
         let since = idle_since.replace(now).unwrap_or(now);
         let (cause, until) = match activity {
+            DriverActivity::Params | DriverActivity::Gradient if waits_for_save => (IdleCause::Save, now),
             DriverActivity::Params | DriverActivity::Gradient if self.coordinator.waits_for_link(bucket) => (IdleCause::Transfer, now),
             DriverActivity::Params | DriverActivity::Gradient => (IdleCause::Cpu, now),
             _ => (IdleCause::Peers, Some(self.exchange.published_ns()).filter(|at| (since..now).contains(at)).unwrap_or(now)),

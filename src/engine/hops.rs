@@ -38,7 +38,7 @@ impl<D: Kernels> Engine<D> {
             }
             if self.advance_one()? || progressed {
                 self.exchange.pass()?;
-            } else if self.fault_injector.as_ref().is_some_and(FaultInjector::decides) {
+            } else if self.fault_injector.as_ref().is_some_and(FaultInjector::decides) && !self.is_read_by_save() {
                 self.exchange.pass_idle()?;
             } else {
                 self.bell.wait(rung);
@@ -76,6 +76,10 @@ impl<D: Kernels> Engine<D> {
             progressed = true;
             self.inject(FaultPhase::Sum)?;
             self.bucket_ready(bucket)?;
+        }
+        while let Some((hop, bucket)) = self.poll_save() {
+            progressed = true;
+            self.notify(Event::Done { hop, bucket })?;
         }
         self.report.poll(&mut self.dev, &self.host, &mut *self.exchange, self.steps.current())?;
         while let Some(bucket) = self.in_pool
@@ -124,7 +128,7 @@ impl<D: Kernels> Engine<D> {
             Hop::Optimize => self.inject(FaultPhase::Optimize)?,
             Hop::ParamsIn | Hop::RowsIn => self.inject(FaultPhase::ParamsIn)?,
             Hop::StepOnDevice => self.inject(FaultPhase::StepOnDevice)?,
-            Hop::Backward | Hop::HeadBackward | Hop::PageIn | Hop::PageOut => {}
+            Hop::Backward | Hop::HeadBackward | Hop::PageIn | Hop::PageOut | Hop::Save | Hop::SaveCopy => {}
         }
         self.transfers.wait(&mut self.dev, hop, bucket)?;
         match (hop, hop.leg().stream, load) {
@@ -141,6 +145,8 @@ impl<D: Kernels> Engine<D> {
             (Hop::RowsIn, Some(stream), Load::Slot(slot)) => self.copy_rows_in(stream, &flat, slot)?,
             (Hop::PageIn, Some(stream), _) => self.counters.h2d_bytes += self.page(stream, &local, MemorySpace::Device)?,
             (Hop::StepOnDevice, _, Load::Update(update)) => self.step_on_device(&flat, &local, update)?,
+            (Hop::Save, None, Load::State) => self.hold_for_save(bucket),
+            (Hop::SaveCopy, None, Load::Slot(slot)) => self.save_copy(bucket, slot),
             (Hop::PageOut, Some(stream), _) => self.counters.d2h_bytes += self.page(stream, &local, MemorySpace::Host)?,
             (hop, _, load) => unreachable!("{hop:?} does not start with {load:?}"),
         }
@@ -175,6 +181,10 @@ impl<D: Kernels> Engine<D> {
             let rows = self.late_rows().part(&self.host, &range);
             // SAFETY: the row numbers are next written in the next step, which begins when all buckets are settled.
             job = unsafe { job.with_rows(rows) };
+        }
+        if let Work::Copy(_) = work {
+            // SAFETY: the coordinator lends each slot to one bucket, until its copy was saved.
+            job = unsafe { job.with_copies(self.scratch.copies) };
         }
         self.counters.adam_elems += if params.is_some() { job.elems() as u64 } else { 0 };
         self.counters.adam_bytes += job.traffic_bytes();

@@ -11,11 +11,15 @@ pub(super) enum IdleCause {
     Transfer,
     /// Gradients, weights or reports of peers.
     Peers,
+    /// A save that had not read a state yet.
+    Save,
 }
 
 /// Idle time of the current step, and of the device's streams so far.
 pub(super) struct IdleTimes {
     step: Exposed,
+    /// Time for saves since it was last taken.
+    save_ns: u64,
     /// Times at the last count that streams had waited, and had waited for peers.
     waited_ns: u64,
     waited_for_peers_ns: u64,
@@ -24,7 +28,7 @@ pub(super) struct IdleTimes {
 impl IdleTimes {
     /// The idle times of a device whose streams have waited for `waited_ns` so far.
     pub(super) fn new(waited_ns: u64) -> Self {
-        Self { step: Exposed::default(), waited_ns, waited_for_peers_ns: 0 }
+        Self { step: Exposed::default(), save_ns: 0, waited_ns, waited_for_peers_ns: 0 }
     }
 
     /// Idle time of the current step so far.
@@ -43,7 +47,13 @@ impl IdleTimes {
             IdleCause::Cpu => &mut self.step.cpu_ns,
             IdleCause::Transfer => &mut self.step.transfer_ns,
             IdleCause::Peers => &mut self.step.peer_ns,
+            IdleCause::Save => &mut self.save_ns,
         } += ns;
+    }
+
+    /// Idle time for saves since the last call.
+    pub(super) fn take_save_ns(&mut self) -> u64 {
+        std::mem::take(&mut self.save_ns)
     }
 
     /// Adds the time that streams waited since the last call. The arguments are the times so far, for all events and for peers.

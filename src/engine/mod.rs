@@ -2,6 +2,7 @@
 //! README.md beside this file follows a bucket through both.
 
 mod all_ranks;
+mod background_save;
 mod early;
 pub(crate) mod evaluate;
 pub(crate) mod executor;
@@ -19,6 +20,8 @@ pub(crate) mod protocol;
 pub(crate) mod ranks;
 mod replan;
 mod reported_amounts;
+pub(crate) mod save;
+mod state_copies;
 mod state_io;
 mod step;
 mod step_counters;

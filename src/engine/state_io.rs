@@ -198,8 +198,9 @@ impl<D: Kernels> Engine<D> {
         own.map_err(|error| self.exchange.attribute(error))
     }
 
-    /// Writes every decided update into the state, so that it can be read.
+    /// Writes every decided update into the state, so that it can be read. Waits for a running save, which reads the state.
     pub fn flush(&mut self) -> Result<()> {
+        self.end_save()?;
         self.lead(Order::Flush, OrderWords::default())?;
         self.driver_state.set_activity(DriverActivity::Updates, 0);
         let flushed = self.write_updates();

@@ -5,6 +5,7 @@ use crate::bucket::slot::Slot;
 use crate::dtype::Dtype;
 use crate::engine::late_rows::{PackedRows, RowPart};
 use crate::engine::protocol::coordinator::{GradUpdate, Work};
+use crate::engine::state_copies::StateCopies;
 use crate::host::pinned::PinnedSlice;
 use crate::host::pool::Job;
 use crate::optim::formats::{Grads, Weights};
@@ -115,6 +116,8 @@ pub struct StepJob {
     memory: StepMemory,
     /// The late rows, if the job is a speculation on rows.
     rows: Option<RowPart>,
+    /// The slots for copies of states, if the job copies one.
+    copies: Option<StateCopies>,
 }
 
 // SAFETY: `StepJob::new` requires exclusive use of the memory. A piece writes only its own part of the range, in the state and in the
@@ -129,6 +132,7 @@ unsafe impl Job for StepJob {
             Work::Restore { .. } => "restore",
             Work::Commit(_) => "commit",
             Work::SpeculateRows(_) => "speculate_rows",
+            Work::Copy(_) => "copy_state",
         };
         (name, self.bucket as u32)
     }
@@ -147,6 +151,7 @@ unsafe impl Job for StepJob {
             Work::Commit(_) => 2 * state + grads,
             // The gradient is moved from one slot to another.
             Work::SpeculateRows(_) => state + 2 * grads + weights,
+            Work::Copy(_) => 2 * state,
         };
         bytes as u64
     }
@@ -190,7 +195,7 @@ impl StepJob {
         state: HostState,
         memory: StepMemory,
     ) -> Self {
-        Self { bucket, range, flat, work, out, state, memory, rows: None }
+        Self { bucket, range, flat, work, out, state, memory, rows: None, copies: None }
     }
 
     /// Limits the job to `rows`, which are consecutive in the slot `out`. The job writes their elements of the gradient slot.
@@ -199,6 +204,14 @@ impl StepJob {
     /// As [`StepJob::new`]. In addition, nothing else may use these rows of the gradient slot, and nothing may write the row numbers.
     pub(super) unsafe fn with_rows(self, rows: RowPart) -> Self {
         Self { rows: Some(rows), ..self }
+    }
+
+    /// Gives the job the slots for copies of states.
+    ///
+    /// # Safety
+    /// As [`StepJob::new`], for the slot of the copy.
+    pub(super) unsafe fn with_copies(self, copies: StateCopies) -> Self {
+        Self { copies: Some(copies), ..self }
     }
 
     /// Number of stepped elements.
@@ -218,6 +231,10 @@ impl StepJob {
     unsafe fn run_piece(&self, passes: impl HostPasses, piece: Range<usize>) {
         let Some(rows) = &self.rows else {
             let range = self.range.start + piece.start..self.range.start + piece.end;
+            if let Work::Copy(slot) = self.work {
+                // SAFETY: guaranteed by the caller.
+                return unsafe { self.copy_state(slot, &range) };
+            }
             // SAFETY: guaranteed by the caller.
             return self.by_decay(&range, |part, decay| unsafe { self.run_part(passes, part, decay) });
         };
@@ -260,6 +277,21 @@ impl StepJob {
         let mut state = unsafe { self.state_of(passes, &part, true) };
         let (grads, out) = (Grads::from_bytes(grads.dtype, place), Weights::from_bytes(slots.dtype, packed));
         passes.speculate(passes.constants(next.update, decay), &mut state, grads, out);
+    }
+
+    /// Copies the state of `part` into `slot`.
+    ///
+    /// # Safety
+    /// No two threads may work on the same part.
+    unsafe fn copy_state(&self, slot: Slot, part: &Range<usize>) {
+        let (list, first) = (self.state.list, part.start - self.range.start);
+        let copies = self.copies.expect("slots for copies");
+        for at in list.parts() {
+            let source = self.state.slice(part).arrays[at];
+            let target = copies.array(slot, at, self.range.len()).slice(list[at].bytes(first), source.bytes());
+            // SAFETY: the job owns the slot, and this thread its part. The state is not written meanwhile; a save may read it as well.
+            unsafe { target.as_mut_slice::<u8>().copy_from_slice(source.as_slice::<u8>()) };
+        }
     }
 
     /// The state of a part. `shares` says that it may begin and end within groups, which are then only read.

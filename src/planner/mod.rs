@@ -19,6 +19,7 @@ pub(crate) mod protocol;
 pub(crate) mod refusal;
 pub(crate) mod resolve;
 pub(crate) mod rules;
+mod save_copies;
 pub(crate) mod site;
 pub(crate) mod techniques;
 

@@ -16,6 +16,8 @@ pub struct Placement {
     pub grad_slots: usize,
     /// Host slots for working weights. With streamed weights each offloaded bucket has a permanent slot.
     pub param_slots: usize,
+    /// Host slots for copies of states that wait to be saved.
+    pub save_copies: usize,
     /// Activations that each layer keeps for its backward pass.
     pub layer_policies: Vec<LayerPolicy>,
 }

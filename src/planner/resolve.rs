@@ -31,7 +31,7 @@ use crate::optim::simd::Isa;
 use crate::optim::split::Masters;
 use crate::recipe::{Numerics, Recipe};
 use crate::request::choices::{
-    AttentionChoice, CastSide, HostMemoryKind, IsaChoice, MastersChoice, ResidentBuckets, Strategy, Transport, WeightsChoice,
+    AttentionChoice, CastSide, HostMemoryKind, IsaChoice, MastersChoice, ResidentBuckets, SaveMemory, Strategy, Transport, WeightsChoice,
 };
 use crate::request::{KernelChoices, Request};
 use crate::trace::spans_per_track;
@@ -62,10 +62,17 @@ impl Plan {
         let permitted = permitted(request, techniques)?;
         let cut = cut(request, &table, recipe.numerics.dtype).with_early(early_table(request.early_rows, &workload, &table)?);
         check_ranks(request, &cut)?;
-        let choice = choose(&workload, &table, &cut, permitted)?;
+        let mut choice = choose(&workload, &table, &cut, permitted)?;
         check_streams(request.wanted.weights, choice.rings)?;
         check_early(request.early_rows, &choice.layout)?;
+        // A plan that no run follows shows the memory that training needs.
+        let takes_rest = request.site.save_memory == SaveMemory::Auto;
+        let save_copies = if takes_rest && !trace { 0 } else { workload.copies(&choice.layout, &choice.memory) };
+        if takes_rest && save_copies > 0 {
+            choice.memory.push(workload.copies_class(&choice.layout, save_copies));
+        }
         let placement = Placement {
+            save_copies,
             rings: choice.rings,
             grad_slots: workload.grad_slots(&choice.layout),
             param_slots: workload.param_slots(&choice.layout, choice.rings),
@@ -151,6 +158,7 @@ fn site(request: &Request, techniques: Techniques, machine: &Machine, (experts, 
         threads,
         data_bytes: request.site.data_bytes as usize,
         host_memory: MemoryPolicy::default(),
+        save_memory: request.site.save_memory,
         trace_spans: if trace { spans_per_track(threads + 1 + driver_tracks(request.cut.ranks())) } else { 0 },
         for_other_machine: false,
         expert_products_note: experts.note,

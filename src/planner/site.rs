@@ -4,6 +4,7 @@ use super::machine::Machine;
 use crate::faults::RankFault;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::optim::simd::Isa;
+use crate::request::choices::SaveMemory;
 use std::path::PathBuf;
 
 /// The machine and the processes of a run.
@@ -27,6 +28,8 @@ pub struct Site {
     pub data_bytes: usize,
     /// Source of host memory. The caller that starts the engine sets it, because it knows the machine.
     pub host_memory: MemoryPolicy,
+    /// Host memory for copies of states that wait to be saved.
+    pub save_memory: SaveMemory,
     /// Capacity of each timeline track in spans; 0 records none.
     pub trace_spans: usize,
     /// Whether the plan is for another machine. Its instruction set is unknown.

@@ -3,6 +3,7 @@
 use crate::device::ExpertProducts;
 use crate::model::head_rows::HeadRows;
 use crate::model::policy::LayerPolicy;
+use crate::units::Bytes;
 use clap::ValueEnum;
 use std::fmt;
 use std::str::FromStr;
@@ -252,6 +253,36 @@ impl fmt::Display for ResidentBuckets {
             Self::Auto => f.write_str("auto"),
             Self::All => f.write_str("all"),
             Self::Count(count) => write!(f, "{count}"),
+        }
+    }
+}
+
+/// Host memory for copies of states that wait to be saved while training goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SaveMemory {
+    /// All memory that the plan leaves free, as far as copies need it.
+    Auto,
+    /// This much.
+    Size(Bytes),
+}
+
+impl fmt::Display for SaveMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Size(Bytes(bytes)) => write!(f, "{bytes}"),
+        }
+    }
+}
+
+impl FromStr for SaveMemory {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            size => size.parse().map(Self::Size).map_err(|cause| format!("{cause}, or `auto`")),
         }
     }
 }

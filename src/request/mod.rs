@@ -16,7 +16,9 @@ use crate::model::shape::ModelShape;
 use crate::recipe::{Recipe, StepShape};
 use crate::units::Bytes;
 use check::require;
-use choices::{AttentionChoice, EarlyRows, ExpertProductsChoice, HeadRowsChoice, HostMemoryKind, IsaChoice, Strategy, Transport};
+use choices::{
+    AttentionChoice, EarlyRows, ExpertProductsChoice, HeadRowsChoice, HostMemoryKind, IsaChoice, SaveMemory, Strategy, Transport,
+};
 use cut::{StepCut, StepSplit};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -71,6 +73,8 @@ pub struct SiteRequest {
     pub hbm_limit: Option<Bytes>,
     /// Limit of host memory.
     pub host_limit: Option<Bytes>,
+    /// Host memory for copies of states that wait to be saved.
+    pub save_memory: SaveMemory,
     /// Instruction set of the optimizer.
     pub isa: IsaChoice,
     /// Directory that is searched first for NVIDIA's libraries.

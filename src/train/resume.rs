@@ -222,6 +222,7 @@ fn log_changed_settings(now: &Value, then: &Value, observer: &mut dyn Observer) 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::SaveRate;
     use crate::checkpoint::tests::TensorSource;
     use crate::checkpoint::tests::{any_json, forge, places, true_manifest};
     use crate::checkpoint::{Scheduler, TrainerState, Writer};
@@ -268,7 +269,7 @@ mod tests {
             clip: Default::default(),
             settings: serde_json::to_value(settings(&[])).unwrap(),
         };
-        let mut writer = Writer::create(&crate::disk::Dir::open(dir).unwrap(), trainer, run()).unwrap();
+        let mut writer = Writer::create(&crate::disk::Dir::open(dir).unwrap(), trainer, run(), SaveRate::default()).unwrap();
         let part = [1.0; 6];
         writer.tensor(TensorSource { name: "w", shape: &[2, 3], params: &part, m: &part, v: &part }).unwrap();
         writer.finish(&[("config.json".into(), b"{}".to_vec())], None, Default::default()).unwrap().path

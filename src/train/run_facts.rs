@@ -103,6 +103,7 @@ mod tests {
             verdict: "commit",
             step_ms: 1.0,
             replan_ms: 0.0,
+            save_wait_ms: 0.0,
             tokens_per_second: 5088.2,
             model_tflops: 0.122,
             counts: Counts::default(),

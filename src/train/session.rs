@@ -1,7 +1,10 @@
 //! Steps, metrics and checkpoints of a run that is set up.
 
 mod ending;
+mod reported_saves;
+mod saving;
 
+use self::reported_saves::ReportedSaves;
 use super::evaluation::{Evaluation, Progress};
 use super::facts_line::{FactsLine, RunDescription};
 use super::feed::Feed;
@@ -12,10 +15,9 @@ use super::replanner::{ReplanStep, Replanner};
 use super::run_dir::RunDir;
 use super::sinks::{SinkStart, StepSinks};
 use super::skips::Skips;
+use crate::checkpoint::background::BackgroundSave;
 use crate::checkpoint::carried::Carrier;
-use crate::checkpoint::engine_state::{self, for_each_piece};
-use crate::checkpoint::parts;
-use crate::checkpoint::{RetainedCheckpoints, SavedLossScale, Scheduler, TrainerState, Writer};
+use crate::checkpoint::engine_state;
 use crate::config::settings::Settings;
 use crate::data::dataset::Dataset;
 use crate::data::loader::{DataPosition, Loader};
@@ -30,14 +32,12 @@ use crate::host::perf::{WORKER_ROLE, WorkerCounters};
 use crate::metrics::{EvalLine, EvalMetrics, StepMetrics, WrittenSample, rss_bytes};
 use crate::model::head_rows::HeadRows;
 use crate::model::shape::ModelShape;
-use crate::optim::PIECE_ELEMS;
 use crate::optim::schedule::LrSchedule;
 use crate::planner::plan::Plan;
 use crate::ranks::RANKS_MAX;
 use crate::signals::StopFlag;
 use std::ffi::OsString;
-use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Where the data goes on, and how much of it there was.
@@ -106,7 +106,7 @@ pub(crate) struct Session<D: Kernels> {
     schedule: LrSchedule,
     settings: Settings,
     run_dir: RunDir,
-    model_files: Vec<(String, Vec<u8>)>,
+    model_files: Arc<[(String, Vec<u8>)]>,
     carrier: Option<Carrier>,
     run: Run,
     sinks: StepSinks,
@@ -119,6 +119,12 @@ pub(crate) struct Session<D: Kernels> {
     totals: SessionTotals,
     last_step_end: Option<Instant>,
     skips: Skips,
+    /// The save that runs beside the steps. The engine, which its thread reads, is declared and dropped before it.
+    background: Option<BackgroundSave>,
+    /// The lines about saves that the run has written.
+    reported_saves: ReportedSaves,
+    /// Time for which saves stopped the run, until a step has reported it.
+    save_wait: Duration,
     /// Step and name of the last checkpoint.
     saved: Option<(u64, OsString)>,
     save_failed: bool,
@@ -158,12 +164,12 @@ impl<D: Kernels> Session<D> {
         let totals = SessionTotals::default();
         let replanner = Replanner::new(&settings, &plan);
         let perf = settings.perf_counters.then(|| WorkerCounters::start(WORKER_ROLE)).transpose()?;
-        Ok(Self {
+        let session = Self {
             engine,
             feed: Feed::new(loader),
             schedule,
             run_dir,
-            model_files,
+            model_files: model_files.into(),
             carrier,
             sinks,
             evaluation,
@@ -176,6 +182,9 @@ impl<D: Kernels> Session<D> {
             last_step_end: None,
             skips: Skips::of(&run),
             run,
+            background: None,
+            reported_saves: ReportedSaves::default(),
+            save_wait: Duration::ZERO,
             saved: None,
             save_failed: false,
             is_sound: true,
@@ -184,7 +193,9 @@ impl<D: Kernels> Session<D> {
             plan,
             replanner,
             replanned: Duration::ZERO,
-        })
+        };
+        session.report_duration_of_saves(observer)?;
+        Ok(session)
     }
 
     /// Watches the engine's threads, if the observer handles alarms, until the watchdog is dropped.
@@ -214,27 +225,17 @@ impl<D: Kernels> Session<D> {
         self.feed.step_done();
         let end = Instant::now();
         self.last_step_end = Some(end);
+        let waited = self.engine.take_save_wait().min(end - start);
+        self.save_wait += waited;
         let metrics = self.measure(&report, end - start);
         observer.step(&metrics);
         let skipped = report.verdict == Verdict::SkipNonFinite;
-        let before = if skipped { self.last_saved() } else { None };
+        let before = if skipped { self.last_begun() } else { None };
         self.skips.record(metrics.step, skipped, before.as_ref().map(|(_, path)| path.as_path()));
         self.skips.warning().iter().for_each(|line| observer.warn(line));
         self.sinks.step(&metrics, observer).inspect_err(|_| self.lost = Some(format!("the metrics of step {}", metrics.step)))?;
         self.skips.check(self.settings.max_skipped_steps)?;
-        self.replan_if_better(&report, end - start, observer)
-    }
-
-    /// A checkpoint after a step, when one is due.
-    ///
-    /// # Errors
-    /// As [`Session::save_if_new`].
-    pub(crate) fn save_if_due(&mut self, observer: &mut dyn Observer) -> Result<()> {
-        if self.engine.train_step().is_multiple_of(self.settings.save_steps) {
-            self.save_if_new(observer)?;
-            self.last_step_end = Some(Instant::now());
-        }
-        Ok(())
+        self.replan_if_better(&report, end - start - waited, observer)
     }
 
     /// Goes over to another plan, if the step before, which took `time`, calls for one.
@@ -254,6 +255,7 @@ impl<D: Kernels> Session<D> {
             }
         };
         let start = Instant::now();
+        self.end_background(observer)?;
         self.engine.flush().inspect_err(|_| self.is_sound = false)?;
         let kept = self.engine.replan(plan.clone())?;
         self.replanned = start.elapsed();
@@ -355,6 +357,7 @@ impl<D: Kernels> Session<D> {
             },
             step_ms: seconds * 1e3,
             replan_ms: std::mem::take(&mut self.replanned).as_secs_f64() * 1e3,
+            save_wait_ms: std::mem::take(&mut self.save_wait).as_secs_f64() * 1e3,
             tokens_per_second: self.step_work.tokens / seconds,
             model_tflops: self.step_work.flops / seconds / 1e12,
             counts: report.counts,
@@ -369,109 +372,8 @@ impl<D: Kernels> Session<D> {
         }
     }
 
-    /// Saves a checkpoint unless this step has one; nothing before the first step. Makes sure first that the output directory is
-    /// still this run's, and afterwards that the metrics are still in it.
-    ///
-    /// # Errors
-    /// `Io` naming the file; checkpoints that were there are as they were.
-    pub(crate) fn save_if_new(&mut self, observer: &mut dyn Observer) -> Result<()> {
-        self.run_dir.hold()?.iter().for_each(|line| observer.warn(line));
-        if self.totals.steps > 0 && self.saved_path()?.is_none() {
-            self.save_or_save_again(observer).inspect_err(|_| self.save_failed = true)?;
-        }
-        self.sinks.restore(self.run_dir.dir(), observer)
-    }
-
-    /// The checkpoint of this step, if it was written and is still there.
-    fn saved_path(&self) -> Result<Option<PathBuf>> {
-        let Some((_, name)) = self.saved.as_ref().filter(|(step, _)| *step == self.engine.train_step()) else { return Ok(None) };
-        let dir = self.run_dir.dir();
-        Ok(dir.kind(name)?.map(|_| dir.join(name)))
-    }
-
-    /// The last checkpoint of this process, for messages.
-    fn last_saved(&self) -> Option<(u64, PathBuf)> {
-        self.saved.as_ref().map(|(step, name)| (*step, self.run_dir.dir().join(name)))
-    }
-
-    /// Somebody may remove the directory while a checkpoint is written into it: then it is made again, and the checkpoint with it.
-    fn save_or_save_again(&mut self, observer: &mut dyn Observer) -> Result<()> {
-        let saved = self.save(observer);
-        if saved.is_err()
-            && self.is_sound
-            && self.plan.site.processes == 1
-            && let Some(line) = self.run_dir.hold()?
-        {
-            observer.warn(&line);
-            return self.save(observer);
-        }
-        saved
-    }
-
-    fn save(&mut self, observer: &mut dyn Observer) -> Result<()> {
-        let step = self.engine.train_step();
-        self.engine.flush().inspect_err(|_| self.is_sound = false)?;
-        let evaluations = self.progress.with_checkpoint(step);
-        let run = evaluations.kept_in(self.skips.kept_in(&self.run));
-        let run = match &mut self.carrier {
-            Some(carrier) => carrier.kept_in(self.run_dir.dir(), run)?,
-            None => run,
-        };
-        let writer = self.write_state(run)?;
-        self.sinks.sync(observer);
-        let limit = self.settings.save_total_limit.and_then(NonZeroUsize::new);
-        let spared = RetainedCheckpoints { newest_before: self.skips.since(), best: evaluations.best.map(|best| best.step) };
-        let saved = writer.finish(&self.model_files, limit, spared)?;
-        self.progress.saved(step);
-        saved.warnings.iter().for_each(|line| observer.warn(line));
-        observer.note(&format!("checkpoint {}", saved.path.display()));
-        self.saved = saved.path.file_name().map(|name| (step, name.to_os_string()));
-        Ok(())
-    }
-
-    /// A checkpoint with the engine's state, by this process or by all.
-    fn write_state(&mut self, run: Run) -> Result<Writer> {
-        let trainer = self.trainer_state()?;
-        if self.plan.site.processes > 1 {
-            return parts::save(&mut self.engine, self.run_dir.dir(), trainer, run);
-        }
-        let mut writer = Writer::create(self.run_dir.dir(), trainer, run)?;
-        for_each_piece(&mut self.engine, PIECE_ELEMS, |begun, part, elems| {
-            begun.iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
-            writer.elems(part, elems)
-        })?;
-        Ok(writer)
-    }
-
-    fn trainer_state(&self) -> Result<TrainerState> {
-        let json = |e: serde_json::Error| Error::format(self.run_dir.path(), e);
-        let loss_scale = self.engine.loss_scale();
-        Ok(TrainerState {
-            step: self.engine.train_step(),
-            optimizer_step: self.engine.optimizer_step(),
-            loss_scale: SavedLossScale { scale: loss_scale.scale(), good_steps: u64::from(loss_scale.good_steps()) },
-            scheduler: Scheduler {
-                name: name_of(&self.settings.lr_scheduler_type).map_err(json)?,
-                base_lr: self.schedule.peak_lr,
-                warmup_steps: self.schedule.warmup_steps,
-                max_steps: self.schedule.max_steps,
-            },
-            seed: self.settings.seed,
-            data_position: serde_json::to_value(SavedPosition { position: self.feed.position(), sequences: self.feed.sequences() })
-                .map_err(json)?,
-            speculation: serde_json::to_value(self.engine.history()).map_err(json)?,
-            clip: self.engine.clip_memory().clone(),
-            settings: serde_json::to_value(&self.settings).map_err(json)?,
-        })
-    }
-
     /// See [`engine_state::digest`].
     pub(crate) fn digest(&mut self) -> Result<String> {
         engine_state::digest(&mut self.engine)
     }
-}
-
-/// The name under which serde writes a unit variant.
-fn name_of(value: &impl serde::Serialize) -> serde_json::Result<String> {
-    serde_json::to_value(value).and_then(serde_json::from_value)
 }

@@ -7,8 +7,10 @@ use crate::bucket::slices::Slices;
 use crate::device::{Device, DeviceSlice, Kernels, Lease, Sides};
 use crate::dtype::Dtype;
 use crate::engine::late_rows::LateRows;
+use crate::engine::state_copies::StateCopies;
 use crate::engine::step_job::{Segment, SlotMemory, StepMemory};
 use crate::error::Result;
+use crate::host::pinned::HostMemory;
 use crate::memory::RingShape;
 use crate::model::Model;
 use crate::model::activations::ActivationPlan;
@@ -23,6 +25,8 @@ use std::sync::Arc;
 pub(in crate::engine) struct StepScratch {
     /// Slots of gradients and of working weights, and other data shared by jobs.
     pub(in crate::engine) step: StepMemory,
+    /// Slots for copies of states that wait to be saved.
+    pub(in crate::engine) copies: StateCopies,
     /// fp32 staging buffers for one bucket in each direction, if the device casts.
     pub(in crate::engine) staging_d2h: DeviceSlice,
     pub(in crate::engine) staging_h2d: DeviceSlice,
@@ -71,6 +75,7 @@ impl StepScratch {
         let mut staging = |name| lease.alloc(dev, name, if casts { slices.slice_elems() } else { 0 }, Dtype::Float32);
         let (staging_d2h, staging_h2d) = (staging("gradient staging")?, staging("parameter staging")?);
         let step = step_memory(plan, slices, &table, (dev, host), lease)?;
+        let copies = state_copies(plan, slices, host, lease)?;
         let source = if plan.streams_from_host() { Source::Host(step.params.memory) } else { Source::Ranks };
         // Peers may still pull gradients when this rank no longer needs them.
         let spare = if slices.ranks() == 1 { distinct(grads, plan.placement.rings.grads) } else { grads.slice(0, 0) };
@@ -78,7 +83,7 @@ impl StepScratch {
         let tokens = plan.recipe.step.micro_batch * plan.recipe.step.seq_length;
         let rows = LateRows::take(&plan.placement.layout, (shape, &table), tokens, (dev, host), lease)?;
         let model = Arc::new(Model::new(shape.clone(), weights, grads, activations)?);
-        Ok((Self { step, staging_d2h, staging_h2d, rows, lease: Lease::default() }, model, flow))
+        Ok((Self { step, copies, staging_d2h, staging_h2d, rows, lease: Lease::default() }, model, flow))
     }
 
     /// Frees all of the memory. It must not be used afterwards.
@@ -113,6 +118,14 @@ fn step_memory<D: Device>(
     let (grads, params) = (slots("gradient slots", plan.placement.grad_slots)?, slots("parameter slots", plan.placement.param_slots)?);
     let (segments, kernels) = (local_segments(&segments(table), slices), AdamKernels::new(plan.site.isa)?);
     Ok(StepMemory { grads, params, segments, optimizer: plan.optimizer(), kernels })
+}
+
+/// The slots for copies of states that wait to be saved.
+fn state_copies(plan: &Plan, slices: &Slices, host: &mut HostMemory, lease: &mut Lease) -> Result<StateCopies> {
+    let (arrays, slot_elems) = (plan.optimizer().arrays(), slices.slice_elems());
+    let slot_bytes = arrays.bytes(slot_elems);
+    let memory = lease.alloc_host(host, "checkpoint copies", plan.placement.save_copies * slot_bytes, slot_bytes)?;
+    Ok(StateCopies::new(memory, arrays, slot_elems))
 }
 
 /// Neighbouring tensors with the same decay rule, joined. Padding belongs to the tensor before it.

@@ -11,6 +11,7 @@
 mod check;
 mod early;
 mod law;
+mod save;
 
 use super::counters::amounts;
 use super::route::{Hop, route};
@@ -19,7 +20,7 @@ use crate::bucket::layout::BucketLayout;
 use crate::bucket::slot::{FreeList, Slot};
 use crate::optim::optimizer::Update;
 use crate::planner::rules::{Policy, Rules};
-use law::{Late, Phase, Queued, Tally};
+use law::{Hold, Late, Phase, Queued, Tally};
 use std::collections::VecDeque;
 
 /// Properties of the step's memory that constrain the protocol.
@@ -77,6 +78,8 @@ pub enum Work {
     /// Speculate on the late rows of a tied embedding. Their gradient arrives in the parameter slot: move it into the gradient slot, and
     /// compute the working weights of these rows in place, without writing the state.
     SpeculateRows(GradUpdate),
+    /// Copy the state into this slot for copies, from where it is saved.
+    Copy(Slot),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -108,6 +111,8 @@ pub(in crate::engine) enum Load {
     Job(Work, Option<Slot>),
     /// The update that the device applies.
     Update(Update),
+    /// The bucket's state, as it is.
+    State,
 }
 
 amounts! {
@@ -141,6 +146,9 @@ struct Bucket {
     pending: Option<GradUpdate>,
     /// The speculation was written into the state before the verdict ([`Policy::Inverse`]).
     speculated_in_place: bool,
+    hold: Hold,
+    /// Slot with a copy of the state that a save has not written yet, or that the pool writes.
+    copy: Option<Slot>,
 }
 
 struct RunningJob {
@@ -166,6 +174,8 @@ enum JobKind {
     Commit,
     /// New weights of late rows; the state receives the bucket's update later.
     Rows,
+    /// A copy of the state, while the bucket's step continues.
+    Copy,
 }
 
 pub(in crate::engine) struct Coordinator {
@@ -178,6 +188,7 @@ pub(in crate::engine) struct Coordinator {
     staging: Staging,
     grad_slots: FreeList,
     param_slots: FreeList,
+    copy_slots: FreeList,
     /// Pending copies of weights to the device: bucket and source slot.
     returning: VecDeque<(usize, Slot)>,
     running: Option<RunningJob>,
@@ -216,17 +227,20 @@ impl Coordinator {
             rows: None,
             pending: None,
             speculated_in_place: false,
+            hold: Hold::Free,
+            copy: None,
         };
         let update = Update { optimizer_step: 0, learning_rate: 0.0, scale: 1.0 };
         Self {
             buckets: vec![bucket; offloaded],
             tally: Tally::default(),
             settlings: 0,
-            commands: VecDeque::with_capacity(3 * layout.count() + 4 * offloaded + 16),
+            commands: VecDeque::with_capacity(3 * layout.count() + 5 * offloaded + 16),
             returning: VecDeque::with_capacity(param_slots),
             staging,
             grad_slots: FreeList::new(grad_slots),
             param_slots: FreeList::new(param_slots),
+            copy_slots: FreeList::new(0),
             running: None,
             update,
             speculating: false,
@@ -247,7 +261,8 @@ impl Coordinator {
     /// # Panics
     /// If a bucket is not settled or an update is pending; as [`Coordinator::new`].
     pub(in crate::engine) fn rearrange(&mut self, layout: &BucketLayout, staging: Staging) {
-        let is_idle = self.all_settled() && self.returning.is_empty() && self.buckets.iter().all(|b| b.pending.is_none());
+        let is_flushed = !self.is_saving() && self.buckets.iter().all(|b| b.pending.is_none());
+        let is_idle = self.all_settled() && self.returning.is_empty() && is_flushed;
         assert!(is_idle, "flush before buckets change their places");
         *self = Self { history: self.history, counts: self.counts, ..Self::new(layout.clone(), self.rules, staging) };
     }
@@ -286,6 +301,8 @@ impl Coordinator {
             Event::Done { hop: Hop::Optimize, bucket } => self.job_done(bucket),
             Event::Done { hop: Hop::RowsOut, bucket } => self.rows_arrived(bucket),
             Event::Done { hop: Hop::ParamsIn | Hop::RowsIn, bucket } => self.params_arrived(bucket),
+            Event::Done { hop: Hop::Save, bucket } => self.state_saved(bucket),
+            Event::Done { hop: Hop::SaveCopy, bucket } => self.copy_saved(bucket),
             Event::Done { hop, bucket } => panic!("unexpected {hop:?} of bucket {bucket}"),
             Event::Validated(verdict) => self.validated(verdict),
         }
@@ -368,8 +385,9 @@ impl Coordinator {
     /// Writes every pending update into the state, before a checkpoint, digest or export.
     ///
     /// # Panics
-    /// If a bucket is not settled.
+    /// If a bucket is not settled, or a save holds one.
     pub(in crate::engine) fn flush(&mut self) {
+        assert!(!self.is_holding(), "a flush would write a state that is being saved");
         self.queue_all(Queued::Commit, |b| b.pending.is_some());
     }
 
@@ -424,6 +442,7 @@ impl Coordinator {
     fn drop_grads(&mut self, bucket: usize, from: Phase) {
         self.transition(bucket, from, Phase::Settled);
         self.give_grads_back(bucket);
+        self.meet_save(bucket);
     }
 
     fn give_grads_back(&mut self, bucket: usize) {
@@ -439,6 +458,7 @@ impl Coordinator {
         let update = self.final_update();
         let b = &mut self.buckets[bucket];
         b.pending = b.grads.take().map(|grads| GradUpdate { grads, update });
+        self.meet_save(bucket);
     }
 
     /// Ends the bucket's step with an update that is already in the state.
@@ -546,13 +566,16 @@ impl Coordinator {
             Some(_) => _ = self.next_bucket(|b| b.phase == Phase::RowsArrived).is_some_and(|bucket| self.run(bucket)),
             None => self.commit_early(),
         }
+        if self.running.is_none() {
+            self.copy_held();
+        }
     }
 
     fn next_runnable(&self, is: impl Fn(&Bucket) -> bool) -> Option<usize> {
         if self.tally.for_pool == 0 {
             return None;
         }
-        self.next_bucket(|b| self.is_runnable(b) && is(b))
+        self.next_bucket(|b| self.is_runnable(b) && !self.is_held_back(b) && is(b))
     }
 
     fn is_runnable(&self, b: &Bucket) -> bool {
@@ -570,7 +593,7 @@ impl Coordinator {
         if !awaits_verdict && !is_between {
             return;
         }
-        if let Some(bucket) = self.next_bucket(|b| b.pending.is_some()) {
+        if let Some(bucket) = self.next_bucket(Self::may_commit) {
             let pending = self.buckets[bucket].pending.expect("just seen");
             self.running = Some(RunningJob { bucket, params: None, speculative: false, kind: JobKind::Commit });
             self.start(Hop::Optimize, bucket, Load::Job(Work::Commit(pending), None));
@@ -607,7 +630,8 @@ impl Coordinator {
         let with = |update| GradUpdate { grads: b.grads.expect("a bucket that is stepped has its gradient"), update };
         let undo = b.speculated_in_place.then(|| with(self.update));
         // Once the verdict is known, the update is final and can be written into the state at once.
-        let defer = self.rules.policy == Policy::Deferred && (b.pending.is_some() || self.verdict.is_none());
+        let waits = b.pending.is_some() || self.verdict.is_none() || b.hold.is_held();
+        let defer = self.rules.policy == Policy::Deferred && waits;
         match phase {
             Phase::Queued(Queued::Commit) => (JobKind::Flush, Work::Commit(b.pending.expect("only pending updates are committed"))),
             Phase::Queued(Queued::Restore) => (JobKind::Restore, Work::Restore { undo }),
@@ -624,6 +648,7 @@ impl Coordinator {
             && let Some(done) = self.buckets[bucket].pending.take()
         {
             self.grad_slots.give(done.grads);
+            self.update_written(bucket);
         }
         if kind == JobKind::Rows {
             self.buckets[bucket].late = Late::Nothing;
@@ -634,6 +659,7 @@ impl Coordinator {
         self.send(bucket, params, kind);
         match kind {
             JobKind::Commit => {}
+            JobKind::Copy => self.state_copied(bucket),
             JobKind::Flush => self.transition(bucket, Phase::Running, Phase::Settled),
             JobKind::Restore | JobKind::Step => self.settle_written(bucket, Phase::Running),
             JobKind::Speculate | JobKind::Rows => self.settle_pending(bucket, Phase::Running),

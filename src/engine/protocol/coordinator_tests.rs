@@ -31,6 +31,16 @@ struct World {
     returning: VecDeque<(Hop, usize, Slot)>,
     job: Option<(usize, Work, Option<Slot>)>,
     step: u64,
+    /// Whether the disk does something only while nothing else does.
+    slow_disk: bool,
+    /// The state that the running save must find, and by bucket whether its memory is read.
+    saved: Seen,
+    held: Vec<bool>,
+    /// By slot for copies: the bucket and its state; and the copies that are being saved.
+    copies: Vec<Option<(usize, Seen)>>,
+    leaving: Vec<(usize, Slot)>,
+    /// Buckets saved so far, from memory and from copies.
+    saves: [usize; 2],
 }
 
 impl World {
@@ -48,6 +58,12 @@ impl World {
         Self {
             rng: ChaCha8Rng::seed_from_u64(seed),
             coordinator: Coordinator::new(layout, rules, staging),
+            slow_disk: seed & 1 << 22 != 0,
+            saved: Seen::new(),
+            held: vec![false; offloaded],
+            copies: vec![None; seed as usize / 24 % 3],
+            leaving: vec![],
+            saves: [0; 2],
             streamed_weights,
             grads: vec![None; grad_slots],
             state: vec![vec![]; offloaded],
@@ -72,8 +88,61 @@ impl World {
                 (Hop::StepOnDevice, Load::Update(update)) => {
                     self.device[bucket].iter_mut().for_each(|seen| seen.push((update.optimizer_step, update.scale.to_bits())));
                 }
+                (Hop::Save, Load::State) => {
+                    assert_eq!(self.state[bucket], self.saved, "bucket {bucket} is saved");
+                    self.held[bucket] = true;
+                }
+                (Hop::SaveCopy, Load::Slot(slot)) => self.leaving.push((bucket, slot)),
                 other => panic!("{other:?}"),
             }
+        }
+    }
+
+    /// Begins a save of `expected`, the state after the last step, unless one runs.
+    fn begin_save(&mut self, expected: &Seen) {
+        if self.coordinator.is_saving() {
+            return;
+        }
+        self.saved.clone_from(expected);
+        self.coordinator.set_copy_slots(self.copies.len());
+        self.coordinator.begin_save();
+        self.run_commands();
+    }
+
+    /// The writer is done with the memory of a bucket, or with a copy. A bucket without a copy of its own was read from its memory.
+    fn save_one(&mut self, is_copy: bool) {
+        if is_copy {
+            let nth = self.rng.next_u32() as usize % self.leaving.len();
+            let (bucket, slot) = self.leaving[nth];
+            if self.held[bucket] {
+                return self.leave(bucket);
+            }
+            self.leaving.swap_remove(nth);
+            assert_eq!(self.copies[slot.0].take(), Some((bucket, self.saved.clone())), "what is saved from a copy");
+            self.saves[1] += 1;
+            return self.done(Hop::SaveCopy, bucket);
+        }
+        let held: Vec<usize> = (0..self.held.len()).filter(|&bucket| self.held[bucket]).collect();
+        let nth = self.rng.next_u32() as usize % held.len();
+        self.leave(held[nth]);
+    }
+
+    fn leave(&mut self, bucket: usize) {
+        assert_eq!(self.state[bucket], self.saved, "bucket {bucket} was written while it was held");
+        self.held[bucket] = false;
+        self.saves[0] += 1;
+        self.done(Hop::Save, bucket);
+    }
+
+    /// Ends the running save without another step.
+    fn end_save(&mut self) {
+        while !self.coordinator.all_settled() {
+            assert!(self.advance(), "stuck before the end of the save");
+        }
+        self.coordinator.commit_due();
+        self.run_commands();
+        while self.coordinator.is_saving() {
+            assert!(self.advance(), "the save never ends");
         }
     }
 
@@ -88,9 +157,12 @@ impl World {
             let waits_for = |enqueued: &(Hop, usize)| enqueued.1 == *bucket && (*hop == Hop::GradsOut || enqueued.0 == Hop::Backward);
             !self.computing.iter().any(waits_for)
         });
-        let choices = [can_copy, self.job.is_some(), !self.returning.is_empty(), !self.computing.is_empty()];
-        let first = self.rng.next_u32() as usize % 4;
-        let Some(choice) = (0..4).map(|i| (first + i) % 4).find(|&c| choices[c]) else { return false };
+        let others = [can_copy, self.job.is_some(), !self.returning.is_empty(), !self.computing.is_empty()];
+        let may_save = !(self.slow_disk && others.contains(&true));
+        let [reads, copies] = [self.held.contains(&true), !self.leaving.is_empty()].map(|waits| waits && may_save);
+        let choices = [others[0], others[1], others[2], others[3], reads, copies];
+        let (first, count) = (self.rng.next_u32() as usize, choices.len());
+        let Some(choice) = (0..count).map(|i| (first % count + i) % count).find(|&c| choices[c]) else { return false };
         match choice {
             0 => {
                 let (hop, bucket, slot) = self.copying.pop_front().unwrap();
@@ -114,6 +186,7 @@ impl World {
                 }
                 self.done(hop, bucket);
             }
+            4 | 5 => self.save_one(choice == 5),
             _ => {
                 let (hop, bucket) = self.computing.pop_front().unwrap();
                 match hop {
@@ -163,6 +236,7 @@ impl World {
                 weights = Some([[&state[..], &[(gradient[0].0, next.update.scale.to_bits())]].concat(), vec![]]);
             }
             Work::Commit(g) => apply(state, g),
+            Work::Copy(slot) => assert!(self.copies[slot.0].replace((bucket, state.clone())).is_none(), "the slot has another copy"),
         }
         assert_eq!(weights.is_some(), params.is_some());
         if let (Some(weights), Some(slot)) = (weights, params) {
@@ -253,10 +327,14 @@ fn run(seed: u64, rules: Rules, buckets: usize, resident: usize, slots: usize, v
             Verdict::Clip(c) => expected.push((world.step, c.0.to_bits())),
             Verdict::SkipNonFinite => {}
         }
-        while !world.coordinator.all_settled() {
+        if seed & 1 << 20 != 0 && world.rng.next_u32().is_multiple_of(2) {
+            world.begin_save(&expected);
+        }
+        while seed & 1 << 21 != 0 && !world.coordinator.all_settled() {
             assert!(world.advance());
         }
     }
+    world.end_save();
     world.flush();
     assert!(world.state.iter().all(|s| *s == expected), "the flushed state");
     assert!(world.device.iter().flatten().all(|s| *s == expected), "the device's weights");

@@ -30,10 +30,14 @@ pub(in crate::engine) enum Hop {
     RowsOut,
     /// The new weights of these rows are copied to the device and scattered to their rows.
     RowsIn,
+    /// A save reads the state, which is not written meanwhile.
+    Save,
+    /// A save reads a copy of the state.
+    SaveCopy,
 }
 
 pub(in crate::engine) struct Leg {
-    /// The stream of the hop; `None` for the optimizer's pool.
+    /// The stream of the hop; `None` for the optimizer's pool and for saves.
     pub stream: Option<Stream>,
     /// Hops that this hop waits for on its stream, if the bucket takes them.
     pub after: &'static [Hop],
@@ -52,7 +56,7 @@ pub(in crate::engine) struct Leg {
 const LEG: Leg = Leg { stream: None, after: &[], window: None, by_slot: false, noun: "", begun: ["", ""], done: ["", ""] };
 
 /// Every hop, in the order of [`Hop`].
-const LEGS: [Leg; 10] = [
+const LEGS: [Leg; 12] = [
     Leg {
         stream: Some(Stream::Compute),
         noun: "the gradient",
@@ -125,6 +129,16 @@ const LEGS: [Leg; 10] = [
         done: ["parameters of rows copied: bucket", "nothing is pending"],
         ..LEG
     },
+    Leg {
+        begun: ["hold for the save: bucket", "keeps its state until it is saved"],
+        done: ["held no longer: bucket", "nothing is pending"],
+        ..LEG
+    },
+    Leg {
+        begun: ["save the copy of bucket", "is written to the disk from a copy"],
+        done: ["copy saved: bucket", "nothing is pending"],
+        ..LEG
+    },
 ];
 
 impl Hop {
@@ -140,6 +154,8 @@ impl Hop {
         Self::HeadBackward,
         Self::RowsOut,
         Self::RowsIn,
+        Self::Save,
+        Self::SaveCopy,
     ];
 
     pub(crate) fn leg(self) -> &'static Leg {

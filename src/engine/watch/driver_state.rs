@@ -42,10 +42,12 @@ pub(crate) enum DriverActivity {
     Orders,
     /// Moving states and memory to another plan's placement.
     Moving,
+    /// Waiting until the running save has read the state.
+    Save,
 }
 
 impl DriverActivity {
-    const ALL: [(Self, &str); 13] = [
+    const ALL: [(Self, &str); 14] = [
         (Self::Else, "is not in a step"),
         (Self::Enqueuing, "enqueues work for the device"),
         (Self::Data, "waits for data"),
@@ -59,6 +61,7 @@ impl DriverActivity {
         (Self::HandOver, "waits for activations of its sequences from other ranks"),
         (Self::Orders, "waits for other ranks to carry out an order"),
         (Self::Moving, "moves states to the placement of another plan"),
+        (Self::Save, "waits for the disk, to which the last checkpoint is written"),
     ];
 
     /// Description; the number of a bucket follows if [`Doing::has_bucket`].

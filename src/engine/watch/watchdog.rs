@@ -73,7 +73,8 @@ impl Watched {
     fn is_in_step(&self, remote: Option<&PendingOrder>) -> bool {
         let waits_abroad = remote.is_some_and(|orders| orders.is_done_here);
         self.ranks.iter().map(|driver_state| driver_state.activity().0).any(|activity| match activity {
-            DriverActivity::Else => false,
+            // A save may take as long as the disk takes.
+            DriverActivity::Else | DriverActivity::Save => false,
             DriverActivity::Orders => !waits_abroad,
             _ => true,
         })
@@ -83,7 +84,7 @@ impl Watched {
 /// A report of the watchdog.
 #[derive(Debug)]
 pub enum Alarm {
-    /// An optimizer worker makes no progress; the run may continue.
+    /// An optimizer worker or the disk makes no progress; the run may continue.
     Worker(String),
     /// Another process takes long to complete an order; the run waits as long as that process lives.
     Process(String),
@@ -163,6 +164,8 @@ struct Watch {
     limit: u32,
     worker_limit: u32,
     drivers: StallCounter,
+    /// Polls in which training waited for the disk.
+    disk: StallCounter,
     /// Polls of the order that other processes have not completed.
     remote_order: StallCounter,
     /// By rank and worker.
@@ -177,14 +180,15 @@ impl Watch {
         let worker_limit = if no_limit { WORKER_LIMIT } else { WORKER_LIMIT.min(limit / 2) };
         let workers = watched.ranks.iter().map(|driver_state| vec![StallCounter::default(); driver_state.workers.workers()]).collect();
         let limit = if no_limit { u32::MAX } else { looks(limit) };
-        let (drivers, remote) = Default::default();
-        Self { period, limit, worker_limit: looks(worker_limit), drivers, remote_order: remote, workers, watched }
+        let (drivers, disk, remote_order) = Default::default();
+        Self { period, limit, worker_limit: looks(worker_limit), drivers, disk, remote_order, workers, watched }
     }
 
     /// Polls once; returns the alarms.
     fn look(&mut self) -> Vec<Alarm> {
         let remote = self.watched.remote_order();
         let mut alarms = self.poll_workers();
+        alarms.extend(self.poll_disk());
         alarms.extend(self.poll_remote_order(remote.as_ref()));
         alarms.extend(self.poll_drivers(remote.as_ref()));
         alarms
@@ -204,6 +208,22 @@ impl Watch {
         alarms
     }
 
+    /// Names the disk if training waits for a save from which the disk takes nothing.
+    fn poll_disk(&mut self) -> Option<Alarm> {
+        let progress = self.progress();
+        if self.watched.ranks.iter().all(|driver_state| driver_state.activity().0 != DriverActivity::Save) {
+            self.disk.looks = 0;
+            return None;
+        }
+        let time = self.period * self.worker_limit;
+        let line = || format!("training waits for a checkpoint, of which the disk has taken nothing for {time:?}");
+        (self.disk.look(progress) == self.worker_limit).then(|| Alarm::Worker(line()))
+    }
+
+    fn progress(&self) -> u64 {
+        self.watched.ranks.iter().fold(0u64, |sum, driver_state| sum.wrapping_add(driver_state.progress()))
+    }
+
     /// Names the processes that have not completed the order, once for each stall limit that has passed.
     fn poll_remote_order(&mut self, remote: Option<&PendingOrder>) -> Option<Alarm> {
         let Some(orders) = remote else {
@@ -216,7 +236,7 @@ impl Watch {
     }
 
     fn poll_drivers(&mut self, remote: Option<&PendingOrder>) -> Option<Alarm> {
-        let progress = self.watched.ranks.iter().fold(0u64, |sum, driver_state| sum.wrapping_add(driver_state.progress()));
+        let progress = self.progress();
         let looks = self.drivers.look(progress);
         if !self.watched.is_in_step(remote) {
             self.drivers.looks = 0;
@@ -466,6 +486,20 @@ mod tests {
             driver_state.record(DriverEvent::Done(Hop::GradsOut), bucket);
         }
         assert_eq!(stall(look(&mut watch, 100)).0, 81);
+    }
+
+    #[test]
+    fn a_disk_that_stands_still_is_named_and_ends_no_run() {
+        let mut watch = watch(LIMIT);
+        let driver_state = watch.watched.ranks[0].clone();
+        driver_state.set_activity(DriverActivity::Save, 0);
+        let (looks, alarm) = look(&mut watch, 100).unwrap();
+        let Alarm::Worker(line) = alarm else { panic!("{alarm:?}") };
+        let expected = "training waits for a checkpoint, of which the disk has taken nothing for 30s";
+        assert_eq!((looks, line.as_str()), (30, expected));
+        assert!(look(&mut watch, 500).is_none(), "named twice, or a stall");
+        driver_state.record(DriverEvent::Done(Hop::Save), 0);
+        assert_eq!(look(&mut watch, 100).unwrap().0, 31, "it goes on and stands still again");
     }
 
     #[test]

@@ -38,6 +38,10 @@ impl<D: Kernels> Session<D> {
     pub(crate) fn end(mut self, failure: Option<Error>, observer: &mut dyn Observer) -> Summary {
         let mut failures = Failures(failure);
         self.check_ranks(&mut failures);
+        if !self.is_sound && !self.engine.is_read_by_save() {
+            // The state of an earlier step was read before the failure.
+            failures.take(self.end_background(observer));
+        }
         if self.is_sound && !self.save_failed {
             failures.take(self.save_if_new(observer));
             self.check_ranks(&mut failures);

@@ -203,6 +203,7 @@ mod tests {
             verdict: "commit",
             step_ms: 10.0,
             replan_ms: 0.0,
+            save_wait_ms: 0.0,
             tokens_per_second: 4096.0,
             model_tflops: 0.5,
             counts: Counts { speculated: 4, ..Counts::default() },

@@ -2,7 +2,7 @@
 
 use super::law::Phase::{self, Arrived, Copying, CopyingRows, LacksRows, Ready, RowsArrived, Running, Settled, Speculated};
 use super::law::Queued::{Commit, Redo, Restore};
-use super::law::{Late, Tally};
+use super::law::{Hold, Late, Tally};
 use super::{Coordinator, JobKind, Policy, Verdict};
 
 /// Up to this number of buckets, the check runs after every event. With N times as many buckets it runs after every N-th event.
@@ -25,6 +25,7 @@ impl Coordinator {
         assert_eq!(self.tally, self.recount(), "buckets by phase, as counted and as they are");
         self.check_slots();
         self.check_pool();
+        self.check_save();
     }
 
     pub(super) fn recount(&self) -> Tally {
@@ -74,17 +75,44 @@ impl Coordinator {
         assert_eq!(self.param_slots.lent(), sent, "parameter slots lent, and written or on their way");
     }
 
-    /// At most one bucket is in the phase `Running`, the bucket of the pool's job. An early commit does not change the phase of its bucket.
+    /// At most one bucket is in the phase `Running`, the bucket of the pool's job. An early commit and a copy do not change the phase of
+    /// their bucket.
     fn check_pool(&self) {
         let running = (0..self.buckets.len()).filter(|&bucket| self.buckets[bucket].phase == Running);
-        let pool = self.running.as_ref().filter(|running| running.kind != JobKind::Commit).map(|running| running.bucket);
+        let pool = self
+            .running
+            .as_ref()
+            .filter(|running| running.kind != JobKind::Commit && running.kind != JobKind::Copy)
+            .map(|running| running.bucket);
         assert!(running.eq(pool), "the pool has bucket {pool:?} and others run");
         let Some(running) = &self.running else {
             let has_capacity = !self.staging.streams() && self.param_slots.lent() < self.param_slots.count();
-            let waits = |b| self.is_runnable(b) && (has_capacity || b.phase == RowsArrived);
+            let waits = |b| self.is_runnable(b) && !self.is_held_back(b) && (has_capacity || b.phase == RowsArrived);
             return assert!(!self.buckets.iter().any(waits), "a bucket waits for an idle pool");
         };
         assert!(!running.speculative || self.rules.may_speculate(), "the pool speculates under {:?}", self.rules.policy);
-        assert_eq!(running.params.is_none(), matches!(running.kind, JobKind::Flush | JobKind::Commit), "new weights need a slot");
+        assert_eq!(
+            running.params.is_none(),
+            matches!(running.kind, JobKind::Flush | JobKind::Commit | JobKind::Copy),
+            "new weights need a slot"
+        );
+    }
+
+    /// A held state is not written, and every slot for copies that is lent has an owner.
+    fn check_save(&self) {
+        for (bucket, b) in self.buckets.iter().enumerate() {
+            assert!(b.hold != Hold::UnderWay || b.phase != Settled, "bucket {bucket} is settled, and its step is under way for the save");
+            assert!(b.hold != Hold::Due || b.pending.is_some(), "bucket {bucket}: no update is due for the save");
+        }
+        let copies = self.buckets.iter().filter(|b| b.copy.is_some()).count();
+        assert_eq!(self.copy_slots.lent(), copies, "slots for copies lent, and with a bucket");
+        let Some(running) = &self.running else { return };
+        let b = &self.buckets[running.bucket];
+        let writes = match running.kind {
+            JobKind::Copy | JobKind::Rows => false,
+            JobKind::Commit | JobKind::Flush | JobKind::Step => true,
+            JobKind::Speculate | JobKind::Restore => b.pending.is_some() || self.rules.policy != Policy::Deferred,
+        };
+        assert!(!(writes && b.hold.is_held()), "the pool writes the held state of bucket {}: {b:?}", running.bucket);
     }
 }

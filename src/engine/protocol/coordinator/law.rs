@@ -79,6 +79,27 @@ pub(super) enum Late {
     EnqueuedRows,
 }
 
+/// A bucket's part in the running save of the state after step N.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Hold {
+    /// No save needs the bucket's memory.
+    Free,
+    /// Step N of the bucket is under way.
+    UnderWay,
+    /// Update N is decided and not yet in the state.
+    Due,
+    /// The state is that after step N and must not be written.
+    Held,
+    /// As `Held`; the pool's copy of the state is complete, and the writer leaves the bucket's memory.
+    Leaving,
+}
+
+impl Hold {
+    pub(super) fn is_held(self) -> bool {
+        matches!(self, Self::Held | Self::Leaving)
+    }
+}
+
 /// Allowed transitions; any other transition is a bug.
 const LAW: [(Phase, &[Phase]); 12] = [
     (Settled, &[Ready, Phase::Queued(Restore), Phase::Queued(Commit)]),

@@ -1,0 +1,139 @@
+//! Saves that read the state while later steps run, on one rank.
+
+use super::executor::Engine;
+use super::protocol::route::Hop;
+use super::save::board::{SaveBoard, Source};
+use super::save::frozen_state::FrozenState;
+use super::save::running_save::RunningSave;
+use super::watch::driver_state::DriverActivity;
+use crate::bucket::layout::Tier;
+use crate::bucket::slot::Slot;
+use crate::device::{Kernels, Stream};
+use crate::error::Result;
+use crate::units::Bytes;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Elements that are copied from the device at once.
+const COPY_ELEMS: usize = 1 << 20;
+
+impl<D: Kernels> Engine<D> {
+    /// Why a save must stop training; `None` if [`Engine::begin_save`] can be called.
+    pub(crate) fn save_obstacle(&self) -> Option<String> {
+        let (layout, ranks) = (&self.plan.placement.layout, self.exchange.slices().ranks());
+        let (resident, copies) = (layout.count() - layout.offloaded(), self.scratch.copies.slots());
+        if ranks > 1 {
+            return Some(format!("the state lies on {ranks} ranks"));
+        }
+        if !layout.buckets_in(Tier::Unified).is_empty() {
+            return Some("states are in unified memory".into());
+        }
+        if resident > copies {
+            let bytes = Bytes((self.scratch.copies.arrays().bytes(layout.bucket_elems()) * resident) as u64);
+            return Some(format!("copies of the states on the device take {bytes} of --save-memory"));
+        }
+        (!self.host.is_backed()).then(|| "the memory of the host is simulated".into())
+    }
+
+    /// Bytes of states that copies can have while they wait to be saved.
+    pub(crate) fn save_copy_bytes(&self) -> u64 {
+        let copies = self.scratch.copies;
+        (copies.slots() * copies.arrays().bytes(self.plan.placement.layout.bucket_elems())) as u64
+    }
+
+    /// Begins a save of the state after the last step. The result reads that state, while later steps run: a step waits only where it would
+    /// write a state that is not read yet. A save that runs is ended first.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    ///
+    /// # Panics
+    /// If there is an obstacle: see [`Engine::save_obstacle`].
+    pub fn begin_save(&mut self) -> Result<FrozenState> {
+        assert!(self.save_obstacle().is_none(), "a save that must stop training");
+        self.end_save()?;
+        let (slices, copies) = (self.exchange.slices(), self.scratch.copies);
+        let ranges: Vec<_> = (0..slices.layout().count()).map(|bucket| slices.local(bucket)).collect();
+        let (on_host, resident) = ranges.split_at(slices.layout().offloaded());
+        let buckets = on_host.iter().map(|range| self.memory.states.on_host(range)).collect();
+        let board = Arc::new(SaveBoard::new(ranges.len(), self.bell.clone()));
+        // The last slots are for the states of the device.
+        let free_slots = copies.slots() - resident.len();
+        for (bucket, range) in (on_host.len()..).zip(resident) {
+            let slot = Slot(free_slots + bucket - on_host.len());
+            self.copy_from_device(range, slot)?;
+            board.offer(bucket, Source::Nowhere, Source::Copy(slot));
+        }
+        self.save = Some(RunningSave::new(board.clone(), ranges.len()));
+        self.coordinator.set_copy_slots(free_slots);
+        self.coordinator.begin_save();
+        self.run_commands()?;
+        Ok(FrozenState::new(board, ranges, buckets, copies))
+    }
+
+    /// Copies the state of a bucket on the device, the local range `range`, to `slot`.
+    fn copy_from_device(&mut self, range: &Range<usize>, slot: Slot) -> Result<()> {
+        self.dev.record(self.compute_tail, Stream::Compute)?;
+        self.dev.synchronize(self.compute_tail)?;
+        let (copies, mut values) = (self.scratch.copies, Vec::new());
+        let arrays = copies.arrays();
+        for part in arrays.parts() {
+            let target = copies.array(slot, part, range.len());
+            for start in range.clone().step_by(COPY_ELEMS) {
+                values.resize(COPY_ELEMS.min(range.end - start), 0.0);
+                self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce_buffer, part, start, &mut values)?;
+                let (mut at, bytes) = (0, target.slice(arrays[part].bytes(start - range.start), arrays[part].bytes(values.len())));
+                arrays[part].stored(&values, |stored| {
+                    self.host.lend_mut(bytes.slice(at, stored.len())).copy_from_slice(stored);
+                    at += stored.len();
+                    Ok(())
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until the running save has read the whole state, without another step.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn end_save(&mut self) -> Result<()> {
+        if self.save.is_none() {
+            return Ok(());
+        }
+        self.block_until(DriverActivity::Save, 0, |engine| Ok(engine.coordinator.all_settled()))?;
+        self.coordinator.commit_due();
+        self.run_commands()?;
+        self.block_until(DriverActivity::Save, 0, |engine| {
+            Ok(!engine.coordinator.is_saving() && engine.save.as_ref().is_none_or(RunningSave::is_complete))
+        })?;
+        self.save = None;
+        Ok(())
+    }
+
+    /// Whether a running save still needs a state that it has not read.
+    pub(crate) fn is_read_by_save(&self) -> bool {
+        self.save.as_ref().is_some_and(|save| !save.is_complete())
+    }
+
+    /// Time that steps waited for a save since the last call.
+    pub(crate) fn take_save_wait(&mut self) -> Duration {
+        Duration::from_nanos(self.idle.take_save_ns())
+    }
+
+    /// The state of `bucket` can be read by the save.
+    pub(super) fn hold_for_save(&mut self, bucket: usize) {
+        self.save.as_mut().expect("a running save").hold(bucket);
+    }
+
+    /// The copy of the state of `bucket` in `slot` can be read by the save.
+    pub(super) fn save_copy(&mut self, bucket: usize, slot: Slot) {
+        self.save.as_mut().expect("a running save").copied(bucket, slot);
+    }
+
+    /// A bucket whose memory or copy the save needs no more.
+    pub(super) fn poll_save(&mut self) -> Option<(Hop, usize)> {
+        self.save.as_mut()?.poll()
+    }
+}

@@ -1,0 +1,198 @@
+//! Saves beside steps: the same bytes as saves that stop training, and every way in which one can end.
+
+use crate::checkpoint;
+use crate::config::options::DeviceChoice;
+use crate::config::settings::Settings;
+use crate::disk::faults::{self, Mode};
+use crate::faults::Injection;
+use crate::metrics::StepMetrics;
+use crate::optim::moments::Moments;
+use crate::optim::schedule::{LrScheduler, TrainLength};
+use crate::planner::plan::Plan;
+use crate::request::choices::{ResidentBuckets, SaveMemory};
+use crate::signals::StopFlag;
+use crate::train::observer::Observer;
+use crate::train::{RunFacts, Summary, train};
+use crate::units::Bytes;
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+
+/// The built-in model on a few tokens, in `dir`; each save takes about a third of a second.
+fn slow(dir: &Path, steps: u64, save_steps: u64) -> Settings {
+    Settings {
+        output_dir: dir.to_path_buf(),
+        train_length: TrainLength::Steps(steps),
+        device: DeviceChoice::Cpu,
+        threads: Some(2),
+        seq_length: 8,
+        per_device_train_batch_size: 1,
+        lr_scheduler_type: LrScheduler::Constant,
+        save_steps,
+        save_rate: Some(Bytes(3 * STATE_BYTES)),
+        report_to: Vec::new(),
+        ..Settings::demo()
+    }
+}
+
+/// About the bytes of the built-in model's state.
+const STATE_BYTES: u64 = 43_300_000;
+
+/// Steps, notes and warnings in order. It sets a stop flag after a step.
+#[derive(Default)]
+struct Recorder {
+    lines: Vec<String>,
+    waits_ms: Vec<f64>,
+    stop: Option<(u64, StopFlag)>,
+}
+
+impl Observer for Recorder {
+    fn begin(&mut self, _: &Plan, _: &RunFacts) {}
+    fn step(&mut self, metrics: &StepMetrics) {
+        self.lines.push(format!("step {}", metrics.step));
+        self.waits_ms.push(metrics.save_wait_ms);
+        if let Some((_, flag)) = self.stop.as_ref().filter(|(step, _)| *step == metrics.step) {
+            flag.request();
+        }
+    }
+    fn note(&mut self, line: &str) {
+        self.lines.push(line.into());
+    }
+    fn warn(&mut self, line: &str) {
+        self.lines.push(format!("warning: {line}"));
+    }
+}
+
+impl Recorder {
+    fn place(&self, text: &str) -> usize {
+        self.lines.iter().position(|line| line.contains(text)).unwrap_or_else(|| panic!("no {text}: {:?}", self.lines))
+    }
+}
+
+fn run(settings: &Settings) -> (Summary, Recorder) {
+    let mut recorder = Recorder::default();
+    let summary = train(settings, &StopFlag::default(), &mut recorder).unwrap();
+    (summary, recorder)
+}
+
+/// The manifest without the settings, which name the number of steps.
+fn manifest(checkpoint: &Path) -> Value {
+    let mut manifest = serde_json::to_value(checkpoint::verify(checkpoint).unwrap()).unwrap();
+    let trainer = manifest["trainer"].as_object_mut().unwrap();
+    trainer.remove("settings").unwrap();
+    trainer.remove("scheduler").unwrap();
+    manifest
+}
+
+fn expect_same(checkpoint: &Path, expected: &Path) {
+    assert_eq!(manifest(checkpoint), manifest(expected), "{checkpoint:?}");
+    assert!(fs::read(checkpoint.join("state.bin")).unwrap() == fs::read(expected.join("state.bin")).unwrap(), "{checkpoint:?}");
+}
+
+/// Runs of 7 steps that save after each second step, beside the next ones, and runs that end where those save.
+fn expect_saves_of(settings: impl Fn(&Path, u64, u64) -> Settings) -> Recorder {
+    let dir = tempfile::tempdir().unwrap();
+    let long = dir.path().join("long");
+    let (summary, recorder) = run(&settings(&long, 7, 2));
+    assert!(summary.failure.is_none(), "{:?}", summary.failure);
+    assert!(recorder.place("checkpoint-2") > recorder.place("step 3"), "not beside steps: {:?}", recorder.lines);
+    for step in [2, 4, 6] {
+        let short = dir.path().join(step.to_string());
+        assert!(run(&Settings { save_rate: None, ..settings(&short, step, 100) }).0.failure.is_none());
+        let name = format!("checkpoint-{step}");
+        expect_same(&long.join(&name), &short.join(&name));
+    }
+    recorder
+}
+
+#[test]
+fn a_checkpoint_that_is_saved_beside_steps_is_that_of_a_run_that_stops() {
+    let recorder = expect_saves_of(slow);
+    assert!(recorder.waits_ms.iter().sum::<f64>() > 100.0, "steps waited for the disk: {:?}", recorder.waits_ms);
+}
+
+#[test]
+fn copies_of_states_let_steps_go_on_and_change_no_byte() {
+    for (nth, memory) in [SaveMemory::Size(Bytes(STATE_BYTES / 4)), SaveMemory::Size(Bytes(1 << 40))].into_iter().enumerate() {
+        let recorder = expect_saves_of(|dir, steps, save_steps| Settings { save_memory: memory, ..slow(dir, steps, save_steps) });
+        let in_steps: f64 = recorder.waits_ms[2..3].iter().sum();
+        assert!(nth == 0 || in_steps < 100.0, "{:?}", recorder.waits_ms);
+    }
+}
+
+#[test]
+fn any_order_of_events_clips_skips_and_narrow_moments_are_saved_alike() {
+    let spoiled = |step| Injection { step, share: 0, element: 5, value: f32::INFINITY };
+    for seed in 0..4 {
+        expect_saves_of(|dir, steps, save_steps| Settings {
+            adversary: Some(seed),
+            threads: Some(1),
+            moments: if seed % 2 == 0 { Moments::Float32 } else { Moments::Bfloat16 },
+            max_grad_norm: if seed < 2 { 1e-3 } else { 1.0 },
+            inject: if seed == 2 { vec![spoiled(2), spoiled(3)] } else { Vec::new() },
+            save_memory: SaveMemory::Size(Bytes(STATE_BYTES / 2 * (seed % 3))),
+            // Without memory for copies, the device may have no state.
+            resident_buckets: ResidentBuckets::Count(if seed % 3 > 0 && cfg!(feature = "repartition") { 2 } else { 0 }),
+            ..slow(dir, steps, save_steps)
+        });
+    }
+}
+
+#[test]
+fn a_signal_ends_a_run_after_the_running_save_and_one_of_its_last_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let stop = StopFlag::default();
+    let mut recorder = Recorder { stop: Some((3, stop.clone())), ..Recorder::default() };
+    let summary = train(&slow(dir.path(), 50, 2), &stop, &mut recorder).unwrap();
+    assert!(summary.failure.is_none() && summary.interrupted && summary.step == 3);
+    assert!(recorder.place("checkpoint-2") < recorder.place("checkpoint-3"));
+    [2, 3].into_iter().for_each(|step| drop(checkpoint::verify(&dir.path().join(format!("checkpoint-{step}"))).unwrap()));
+}
+
+#[test]
+fn a_save_that_is_due_while_one_runs_waits_for_it_and_one_line_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let settings = Settings { save_rate: Some(Bytes(STATE_BYTES / 3)), ..slow(dir.path(), 4, 1) };
+    let (summary, recorder) = run(&settings);
+    assert!(summary.failure.is_none());
+    let warnings: Vec<_> = recorder.lines.iter().filter(|line| line.contains("a larger --save-steps avoids that")).collect();
+    assert_eq!(warnings.len(), 1, "{:?}", recorder.lines);
+    (1..5).for_each(|step| drop(checkpoint::verify(&dir.path().join(format!("checkpoint-{step}"))).unwrap()));
+}
+
+#[test]
+fn a_save_that_fails_beside_steps_ends_the_run_and_leaves_the_checkpoint_before() {
+    let of_state = |accesses: &[(&'static str, std::path::PathBuf)], step: u64| -> Vec<usize> {
+        let is_wanted = |path: &Path| path.to_string_lossy().contains(&format!("checkpoint-{step}.tmp"));
+        accesses.iter().enumerate().filter(|(_, (_, path))| is_wanted(path)).map(|(at, _)| at).collect()
+    };
+    let attempt = |at| {
+        let dir = tempfile::tempdir().unwrap();
+        faults::arm(at);
+        let outcome = run(&Settings { save_rate: None, ..slow(dir.path(), 6, 2) });
+        (dir, outcome, faults::disarm())
+    };
+    let (_, _, accesses) = attempt(None);
+    let all = of_state(&accesses, 4);
+    assert!(all.len() > 12, "{accesses:?}");
+    for at in all.into_iter().step_by(3) {
+        let (dir, (summary, recorder), accesses) = attempt(Some((at, Mode::Error)));
+        let names = || fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        if accesses.get(at).is_none_or(|(_, path)| !path.to_string_lossy().contains("checkpoint-4.tmp")) {
+            continue;
+        }
+        let failure = summary.failure.unwrap_or_else(|| panic!("{:?} was ignored: {:?}", accesses[at], recorder.lines)).to_string();
+        assert!(failure.contains("No space left"), "{failure}");
+        assert!(names().all(|name| !name.starts_with('.') || !name.contains("checkpoint")), "{:?}", names().collect::<Vec<_>>());
+        checkpoint::verify(&dir.path().join("checkpoint-2")).unwrap();
+    }
+}
+
+#[test]
+fn the_time_of_a_save_and_of_the_wait_for_it_are_announced() {
+    let line = |copies, stops| super::describe_saves(20 << 30, (1u64 << 30) as f64, copies, stops);
+    let save = "a save of 20.0 GiB takes about 20.0 s, as the disk writes 1.0 GiB a second; ";
+    assert_eq!(line(0, true), format!("{save}training stops meanwhile"));
+    assert_eq!(line(15 << 30, false), format!("{save}15.0 GiB are for copies: training waits 5.0 s, less the time of a step"));
+    assert_eq!(line(25 << 30, false), format!("{save}training goes on meanwhile"));
+}
