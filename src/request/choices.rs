@@ -42,7 +42,7 @@ pub enum IsaChoice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MastersChoice {
-    /// As float32: split has not been measured on a GPU.
+    /// As float32.
     Auto,
     /// 32 bits beside each weight.
     Float32,

@@ -167,6 +167,7 @@ fn int8_adam(bench: &mut Bench, random: &mut Random, (dtype, is_split): (Dtype, 
         let grads = kind.draw(random, dtype, elems);
         let consts = AdamConsts::new(&hyper, step, decay);
         let mut case = Case::default();
+        case.aligned();
         let params = case.updated("params", FP32, &masters, Want::Same);
         let weights = case.updated("weights", BF16, &weights, Want::Same);
         let lower = case.updated("lower", Dtype::Uint16, &lower, Want::Same);
