@@ -45,7 +45,7 @@ fn rounded(tensors: &Tensors) -> Tensors {
         data.chunks_exact(4).flat_map(|x| bf16::from_f32(bytemuck::pod_read_unaligned::<f32>(x)).to_le_bytes()).collect()
     };
     let round = |(name, tensor): (&String, &(Dtype, Vec<usize>, Vec<u8>))| match tensor {
-        carried if is_carried(name) => (name.clone(), carried.clone()),
+        kept if is_carried(name) || name.ends_with("e_score_correction_bias") => (name.clone(), kept.clone()),
         (_, shape, data) => (name.clone(), (Dtype::BF16, shape.clone(), narrow(data))),
     };
     tensors.iter().map(round).collect()

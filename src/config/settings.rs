@@ -497,10 +497,10 @@ settings! {
         /// Number of newest checkpoints to keep, besides the one with the best evaluation.
         #[arg(value_name = "N")]
         save_total_limit: usize => "all", Free, Run;
-        /// Host memory for copies of states that wait to be saved, so that training need not wait for the disk.
-        #[arg(value_name = "auto|SIZE")]
+        /// Host memory for saves beside steps; off: a save stops training.
+        #[arg(value_name = "off|auto|SIZE")]
         #[serde(deserialize_with = "some_scalar")]
-        save_memory: SaveMemory = SaveMemory::Auto, Free, Site;
+        save_memory: SaveMemory = SaveMemory::Off, Free, Site;
         /// Let saves write at most this much in a second, for example 500MiB.
         #[arg(value_name = "SIZE")]
         #[serde(deserialize_with = "some_scalar")]

@@ -10,7 +10,7 @@ impl Workload<'_> {
     /// Number of copies for which the request names a size. Each has the state of a bucket.
     pub(super) fn requested_copies(&self, layout: &BucketLayout) -> usize {
         match self.site.save_memory {
-            SaveMemory::Auto => 0,
+            SaveMemory::Off | SaveMemory::Auto => 0,
             SaveMemory::Size(bytes) => self.copies_in(layout, bytes.0),
         }
     }
@@ -23,7 +23,7 @@ impl Workload<'_> {
                 let [_, host] = balances(&self.site.machine, classes, (ranks, processes), self.transient_bytes);
                 self.copies_in(layout, host.free().unwrap_or(0))
             }
-            SaveMemory::Size(_) => self.requested_copies(layout),
+            SaveMemory::Off | SaveMemory::Size(_) => self.requested_copies(layout),
         }
     }
 

@@ -261,6 +261,8 @@ impl fmt::Display for ResidentBuckets {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SaveMemory {
+    /// None: a save stops training.
+    Off,
     /// All memory that the plan leaves free, as far as copies need it.
     Auto,
     /// This much.
@@ -270,6 +272,7 @@ pub enum SaveMemory {
 impl fmt::Display for SaveMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Off => f.write_str("off"),
             Self::Auto => f.write_str("auto"),
             Self::Size(Bytes(bytes)) => write!(f, "{bytes}"),
         }
@@ -281,8 +284,9 @@ impl FromStr for SaveMemory {
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
+            "off" => Ok(Self::Off),
             "auto" => Ok(Self::Auto),
-            size => size.parse().map(Self::Size).map_err(|cause| format!("{cause}, or `auto`")),
+            size => size.parse().map(Self::Size).map_err(|cause| format!("{cause}, `auto` or `off`")),
         }
     }
 }

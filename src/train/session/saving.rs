@@ -7,6 +7,7 @@ use crate::checkpoint::parts;
 use crate::checkpoint::{RetainedCheckpoints, SaveRate, Saved, SavedLossScale, Scheduler, TrainerState, Writer, disk_rate};
 use crate::device::Kernels;
 use crate::error::{Error, Result};
+use crate::request::choices::SaveMemory;
 use crate::train::identity::Run;
 use crate::train::observer::Observer;
 use crate::units::{Bytes, counted};
@@ -42,7 +43,7 @@ impl<D: Kernels> Session<D> {
         if bytes >= MEASURED_BYTES && has_saves && self.plan.site.processes == 1 {
             let limit = self.settings.save_rate.map_or(f64::INFINITY, |limit| limit.0 as f64);
             let rate = disk_rate(self.run_dir.dir())?.min(limit);
-            let stops = self.engine.save_obstacle().is_some();
+            let stops = self.stops_for_saves() || self.engine.save_obstacle().is_some();
             observer.note(&describe_saves(bytes, rate, self.engine.save_copy_bytes(), stops));
         }
         Ok(())
@@ -105,8 +106,16 @@ impl<D: Kernels> Session<D> {
         Ok(())
     }
 
-    /// Whether saves can run beside steps. A run says once why they cannot.
+    /// Whether saves stop training because nothing else was requested.
+    fn stops_for_saves(&self) -> bool {
+        self.plan.site.save_memory == SaveMemory::Off
+    }
+
+    /// Whether saves can run beside steps, as was requested. A run says once why they cannot.
     fn may_save_in_background(&mut self, observer: &mut dyn Observer) -> bool {
+        if self.stops_for_saves() {
+            return false;
+        }
         let Some(why) = self.engine.save_obstacle() else { return true };
         if !self.reported_saves.stops {
             self.reported_saves.stops = true;

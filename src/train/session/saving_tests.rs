@@ -31,6 +31,7 @@ fn slow(dir: &Path, steps: u64, save_steps: u64) -> Settings {
         save_steps,
         save_rate: Some(Bytes(3 * STATE_BYTES)),
         report_to: Vec::new(),
+        save_memory: SaveMemory::Auto,
         ..Settings::demo()
     }
 }
