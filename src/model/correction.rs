@@ -34,7 +34,8 @@ mod tests {
         for _ in 0..1_000_000 {
             bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             // Magnitudes from 2^-100 to 2^100: below, parts would be subnormal.
-            let x = f32::from_bits(bits & 0x807f_ffff | (27 + bits >> 3) % 200 + 27 << 23);
+            let exponent = (bits >> 3) % 200 + 27;
+            let x = f32::from_bits(bits & 0x807f_ffff | exponent << 23);
             let parts = split(x);
             assert!(parts.iter().all(|part| bf16::from_f32(*part).to_f32() == *part), "{x}: {parts:?}");
             assert_eq!(join(&parts, 0).to_bits(), x.to_bits(), "{parts:?}");
