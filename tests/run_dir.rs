@@ -13,10 +13,10 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-/// A run that is stopped by a signal after its first checkpoint, which is written beside the third step.
+/// A run that is stopped by a signal after its third step.
 fn stopped(workspace: &Workspace, out: &str, flags: &[&str]) -> Child {
     let mut child = workspace.train(out, flags).spawn().unwrap();
-    await_line(&mut child, "checkpoint ");
+    await_line(&mut child, "step      3");
     signal(&child, Signal::SIGSTOP);
     child
 }
