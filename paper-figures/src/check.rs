@@ -1,6 +1,6 @@
 //! Rules for figures. Every rule returns a sentence for each violation.
 
-use crate::config::{Compare, Complete, Fact, Kind, NoWorse, Origin, Run, Same, Series, Trend};
+use crate::config::{Compare, Complete, Fact, Kind, NoWorse, Origin, Paired, Run, Same, Series, Trend};
 use crate::error::Result;
 use crate::figure::Figure;
 use crate::lines;
@@ -43,6 +43,9 @@ pub fn check(figure: &Figure, is_quick: bool) -> Result<Vec<String>> {
         }
         for rule in &config.no_worse {
             wrong.extend(no_worse(figure, rule)?);
+        }
+        for rule in &config.paired {
+            wrong.extend(paired(figure, rule)?);
         }
         for rule in &config.same {
             wrong.extend(same(figure, rule)?);
@@ -178,11 +181,52 @@ fn no_worse(figure: &Figure, rule: &NoWorse) -> Result<Option<String>> {
     if ours.len() < 2 || others.len() < 2 {
         return Ok(Some(format!("no two lines of each kind have {}: {}", rule.path, rule.claim)));
     }
-    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
-    let spread = others.iter().copied().fold(f64::MIN, f64::max) - others.iter().copied().fold(f64::MAX, f64::min);
+    let spread = spread(&others);
     let worse = mean(&ours) - mean(&others);
     let text = || format!("not so: {}: {} is {worse:.5} above, and the spread is {spread:.5}", rule.claim, rule.path);
     Ok((worse > spread).then(text))
+}
+
+/// Runs and reference runs of equal seeds: see [`Paired`].
+fn paired(figure: &Figure, rule: &Paired) -> Result<Option<String>> {
+    let all = figure.lines(&rule.files)?;
+    let of = |wanted| all.iter().filter(|line| lines::holds(line, wanted)).collect::<Vec<_>>();
+    let (ours, others) = (of(&rule.only), of(&rule.than));
+    let value = |line: &Value| lines::number(line, &rule.path);
+    let partner = |line: &Value| others.iter().find(|other| lines::field(other, &rule.by) == lines::field(line, &rule.by));
+    let pairs: Vec<_> = ours.iter().filter_map(|line| Some((value(line)?, value(partner(line)?)?))).collect();
+    if pairs.len() < 2 || pairs.len() != ours.len() || ours.len() != others.len() {
+        return Ok(Some(format!("{} of {} runs are paired by {}: {}", pairs.len(), ours.len().max(others.len()), rule.by, rule.claim)));
+    }
+    let (runs, references): (Vec<_>, Vec<_>) = pairs.iter().copied().unzip();
+    let differences: Vec<_> = pairs.iter().map(|(run, reference)| run - reference).collect();
+    let bound = mean(&differences) + rule.errors * standard_error(&differences);
+    let excess = largest(&runs) - largest(&references);
+    Ok(if bound > rule.at_most {
+        Some(format!("not so: {}: the mean difference is below {bound:.4} only, and {} is the limit", rule.claim, rule.at_most))
+    } else {
+        let spread = spread(&references);
+        (excess > spread).then(|| format!("not so: {}: the worst run is {excess:.4} above, and the spread is {spread:.4}", rule.claim))
+    })
+}
+
+fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len() as f64
+}
+
+fn largest(values: &[f64]) -> f64 {
+    values.iter().copied().fold(f64::MIN, f64::max)
+}
+
+fn spread(values: &[f64]) -> f64 {
+    largest(values) - values.iter().copied().fold(f64::MAX, f64::min)
+}
+
+/// Standard error of the mean.
+fn standard_error(values: &[f64]) -> f64 {
+    let (mean, count) = (mean(values), values.len() as f64);
+    let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+    (squares / (count - 1.0) / count).sqrt()
 }
 
 /// Finds the first line that has no matching line in `like`, or that differs from its matching line.

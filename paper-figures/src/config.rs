@@ -49,6 +49,9 @@ pub struct Config {
     /// Runs whose final result must be about as good as that of reference runs.
     #[serde(default)]
     pub no_worse: Vec<NoWorse>,
+    /// Runs that are compared with the reference run of their own seed.
+    #[serde(default)]
+    pub paired: Vec<Paired>,
     /// Files whose lines must agree.
     #[serde(default)]
     pub same: Vec<Same>,
@@ -295,6 +298,30 @@ pub struct NoWorse {
     pub than: BTreeMap<String, toml::Value>,
     /// Path of the field; lower is better.
     pub path: String,
+}
+
+/// Runs compared with reference runs in pairs: the mean of the differences plus `errors` standard errors must not exceed `at_most`, and no
+/// run may exceed the worst reference run by more than the spread of the reference runs.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+#[serde(deny_unknown_fields)]
+pub struct Paired {
+    /// The claim in words.
+    pub claim: String,
+    /// Files of JSON lines.
+    pub files: Vec<String>,
+    /// Selects the runs.
+    #[serde(rename = "where")]
+    pub only: BTreeMap<String, toml::Value>,
+    /// Selects the reference runs.
+    pub than: BTreeMap<String, toml::Value>,
+    /// Path of the field that both runs of a pair share.
+    pub by: String,
+    /// Path of the compared field; lower is better.
+    pub path: String,
+    /// Number of standard errors: the quantile of Student's distribution for the number of pairs.
+    pub errors: f64,
+    /// Bound of the mean difference plus its standard errors.
+    pub at_most: f64,
 }
 
 /// Two ways to compute the same result: each line of `file` must agree with its matching line in `like`.

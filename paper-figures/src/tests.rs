@@ -178,6 +178,28 @@ fn runs_that_end_worse_than_the_seeds_differ_fail() {
 }
 
 #[test]
+fn runs_are_compared_with_the_reference_run_of_their_seed() {
+    let folder = Folder::new();
+    let rule = "[[paired]]\nclaim = \"c\"\nfiles = [\"results/runs.jsonl\"]\nwhere = { moments = \"int8\" }\nthan = { moments = \"float32\" }\n\
+                by = \"seed\"\npath = \"loss\"\nerrors = 2.0\nat_most = 0.05\n";
+    let complaint = |of_int8: &[f64]| {
+        let line = |moments, (seed, loss): (usize, &f64)| format!("{{\"moments\":\"{moments}\",\"seed\":{seed},\"loss\":{loss}}}\n");
+        let reference = [3.0, 3.1, 3.02].iter().enumerate().map(|run| line("float32", run));
+        let lines: String = reference.chain(of_int8.iter().enumerate().map(|run| line("int8", run))).collect();
+        folder.write("fig-00_test/results/runs.jsonl", &lines);
+        folder.complaint(rule)
+    };
+    assert_eq!(complaint(&[3.03, 3.13, 3.05]), "every figure is as its lines say\n");
+    // The mean is below the limit, but two standard errors more are not.
+    assert!(complaint(&[3.0, 3.1, 3.1]).contains("not so: c: the mean difference is below 0.0800 only, and 0.05 is the limit"));
+    // One seed is far worse than the worst reference; the others are far better, but vary little.
+    let rule_of_all = rule.replace("at_most = 0.05", "at_most = 9.0");
+    complaint(&[3.0, 3.25, 3.0]);
+    assert!(folder.complaint(&rule_of_all).contains("not so: c: the worst run is 0.1500 above, and the spread is 0.1000"));
+    assert!(complaint(&[3.0, 3.1]).contains("2 of 3 runs are paired by seed: c"));
+}
+
+#[test]
 fn lines_that_should_be_the_same_are_compared() {
     let folder = Folder::new();
     let lines = fs::read_to_string(folder.path("fig-00_test/results/lines.jsonl")).unwrap();
@@ -292,7 +314,7 @@ fn runs_without_a_commit_are_not_recorded() {
 #[test]
 fn the_list_has_a_line_for_each_figure() {
     let list = run_in(Path::new(env!("CARGO_MANIFEST_DIR")), &["list"]).unwrap().text;
-    assert_eq!(list.lines().count(), 1 + 23, "{list}");
+    assert_eq!(list.lines().count(), 1 + 24, "{list}");
     assert!(list.lines().all(|line| line.chars().count() <= 120), "{list}");
     assert!(list.contains("\nfig-06    reproduced -                0.1  efficiency of streaming weights"), "{list}");
     assert!(list.contains("\ntable-2   deviates   gpu, builds "), "{list}");
@@ -395,7 +417,7 @@ fn committed_results_are_right() {
     let output = run_in(dir, &["check"]).unwrap();
     assert!(output.is_good, "{}", output.text);
     let figures = figure::all(dir).unwrap();
-    assert_eq!(figures.len(), 23);
+    assert_eq!(figures.len(), 24);
     for figure in figures {
         let text = show(&figure).unwrap();
         assert!(text.contains("arXiv 2509.21271") && text.starts_with(&figure.label), "{text}");
