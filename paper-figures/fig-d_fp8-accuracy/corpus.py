@@ -1,4 +1,5 @@
-"""Makes `data/` of this folder: the text of 1,950 proposals, a tokenizer trained on it, and the model's shape. Figure E trains on the same text.
+"""Makes `data/` of this folder: the text of 1,950 proposals, a tokenizer trained on it, and the model's shape. Figures E and F train on the same
+text, with the shapes that this script writes into their folders.
 
     git clone https://github.com/python/peps; git clone https://github.com/rust-lang/rfcs; git clone https://github.com/ethereum/EIPs
     pip install tokenizers; python3 corpus.py peps rfcs EIPs
@@ -42,6 +43,26 @@ MODEL = {
     "torch_dtype": "bfloat16",
 }
 SMALLER = {"hidden_size": 768, "num_hidden_layers": 14, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 2048}
+EXPERTS = {
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 256,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 
 
 def documents(clone: str, commit: str) -> list[str]:
@@ -70,8 +91,9 @@ def main(clones: list[str]) -> None:
         (out / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
     made = tokenizer(parts["train"])
     end = made.token_to_id(END)
-    figure_e = out.parents[1] / "fig-e_moments-in-16-bits" / "data"
-    for folder, shape in ((out, MODEL), (figure_e, MODEL | SMALLER)):
+    of = lambda figure: out.parents[1] / figure / "data"
+    shapes = ((out, MODEL), (of("fig-e_moments-in-16-bits"), MODEL | SMALLER), (of("fig-f_moments-in-8-bits"), EXPERTS))
+    for folder, shape in shapes:
         folder.mkdir(exist_ok=True)
         made.save(str(folder / "tokenizer.json"))
         (folder / "config.json").write_text(json.dumps(shape | {"eos_token_id": end, "bos_token_id": end}, indent=2) + "\n")
