@@ -97,7 +97,7 @@ impl Golden {
         )
         .unwrap();
         // Tiles that do not divide the dimensions.
-        plan.recipe.numerics.loss_tile = LossTile { rows: 20, vocab: 40 };
+        plan.recipe.numerics.loss_tile = LossTile { rows: 20, vocab: 40, tail: 0 };
         let first = self.first_params();
         start(&plan, &self.shape, |spec| first[spec.range()].to_vec())
     }

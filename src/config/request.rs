@@ -58,7 +58,7 @@ impl Settings {
                 experts: ExpertProducts::Own,
                 long_sums: LongSums::Library,
                 head_rows: HeadRows::All,
-                loss_tile: LossTile { rows: 1, vocab: shape.vocab },
+                loss_tile: LossTile { rows: 1, vocab: shape.vocab, tail: 0 },
                 attention_block: None,
                 mlp_tile: None,
                 device: DeviceKind::Cpu,

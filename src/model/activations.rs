@@ -111,7 +111,8 @@ impl ActivationPlan {
             return Err(Error::usage(format_args!("{} activation policies: the model has {layers} layers", policies.len())));
         }
         let tokens = batch.checked_mul(seq_length).ok_or_else(too_large)? / sequence_ranks;
-        let tile = LossTile { rows: tokens.min(tile.rows), vocab: tile.vocab.min(shape.vocab) };
+        let tail = if tile.vocab == shape.vocab && tile.tail < shape.vocab { tile.tail } else { 0 };
+        let tile = LossTile { rows: tokens.min(tile.rows), vocab: tile.vocab.min(shape.vocab), tail };
         let mlp_tile = mlp_tile.map_or(tokens, |tile| tile.clamp(1, tokens));
         let policies = policies.to_vec();
         let mut plan = Self {
@@ -489,12 +490,12 @@ mod tests {
     use super::super::layer_shape::QkSpan;
     use super::*;
 
-    const TILE: LossTile = LossTile { rows: 64, vocab: 100 };
+    const TILE: LossTile = LossTile { rows: 64, vocab: 100, tail: 0 };
 
     use LayerPolicy::{Host, HostAttention, Keep, RecomputeBlock, RecomputeCheap};
 
     fn demo(seq_length: usize, dtype: Dtype, policies: &[LayerPolicy]) -> ActivationPlan {
-        let tile = LossTile { rows: 999, vocab: 999 };
+        let tile = LossTile { rows: 999, vocab: 999, tail: 0 };
         ActivationPlan::new(MicroBatch { batch: 1, seq_length, dtype, tile, ..pair(&ModelShape::demo(), policies) }).unwrap()
     }
 
@@ -656,7 +657,7 @@ mod tests {
             |batch, seq_length, tile| ActivationPlan::new(MicroBatch { batch, seq_length, tile, ..pair(&ModelShape::demo(), &[Host; 6]) });
         assert!(plan(0, 16, TILE).is_err());
         assert!(plan(1, 0, TILE).is_err());
-        assert!(plan(1, 16, LossTile { rows: 0, vocab: 1 }).is_err());
+        assert!(plan(1, 16, LossTile { rows: 0, vocab: 1, tail: 0 }).is_err());
         assert!(plan(1, 1025, TILE).is_ok(), "rotary positions do not end at the model's 1024");
         assert!(plan(usize::MAX, 2, TILE).unwrap_err().to_string().contains("overflow"));
         assert!(plan(usize::MAX / 1024, 1024, TILE).unwrap_err().to_string().contains("overflow"));

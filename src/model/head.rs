@@ -2,7 +2,10 @@
 //!
 //! For a range of rows (tokens), every vocabulary tile updates running softmax statistics, which give the loss. Then every tile is turned
 //! into its gradient, which is multiplied into the gradients of the hidden state and of the output matrix. Unless one tile holds the whole
-//! vocabulary, logits are computed a second time for this, which is cheaper than saving them.
+//! vocabulary, logits are computed a second time for this, which is cheaper than saving them. A tail of such a tile ([`LossTile::tail`]) is a
+//! tile of its own, and its logits exist together with the others.
+//!
+//! [`LossTile::tail`]: super::loss_tile::LossTile::tail
 
 use super::Model;
 use super::activation_arrays::HeadRowsWork;
@@ -130,10 +133,9 @@ impl Model {
     }
 
     fn loss_backward<D: Kernels>(&self, dev: &mut D, rows: Rows, micro: MicroStep) -> Result<()> {
-        let one_tile = self.activations.tile.vocab == self.shape.vocab;
         for tile in self.tiles() {
-            let logits = match one_tile {
-                true => self.activations.logits.slice(0, rows.count * tile.len()),
+            let logits = match self.activations.tile.holds(self.shape.vocab) {
+                true => self.logits_of(rows, &tile),
                 false => self.logits_tile(dev, rows, &tile)?,
             };
             let (Rows { targets, stats, .. }, scale) = (rows, micro.inv_targets * micro.loss_scale);
@@ -161,9 +163,15 @@ impl Model {
     }
 
     fn logits_tile<D: Kernels>(&self, dev: &mut D, rows: Rows, tile: &Range<usize>) -> Result<DeviceSlice> {
-        let logits = self.activations.logits.slice(0, rows.count * tile.len());
+        let logits = self.logits_of(rows, tile);
         super::linear::linear(dev, &self.output_tile(tile), rows.hidden, None, logits)?;
         Ok(logits)
+    }
+
+    /// Memory of the logits of `tile`. Logits of all tiles lie one after the other if they exist together.
+    fn logits_of(&self, rows: Rows, tile: &Range<usize>) -> DeviceSlice {
+        let start = if self.activations.tile.holds(self.shape.vocab) { tile.start } else { 0 };
+        self.activations.logits.slice(rows.count * start, rows.count * tile.len())
     }
 
     /// The rows of the output matrix for the tokens of `tile`.
@@ -177,7 +185,6 @@ impl Model {
     }
 
     fn tiles(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let (vocab, step) = (self.shape.vocab, self.activations.tile.vocab);
-        (0..vocab).step_by(step).map(move |start| start..vocab.min(start + step))
+        self.activations.tile.parts(self.shape.vocab)
     }
 }

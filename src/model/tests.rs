@@ -18,7 +18,7 @@ use crate::sweep::sweep;
 use std::path::{Path, PathBuf};
 
 const SEQ_LENGTH: usize = 12;
-const ONE_TILE: LossTile = LossTile { rows: usize::MAX, vocab: usize::MAX };
+const ONE_TILE: LossTile = LossTile { rows: usize::MAX, vocab: usize::MAX, tail: 0 };
 
 /// Pseudorandom numbers between -1 and 1.
 struct Noise(u64);
@@ -290,7 +290,7 @@ fn gradients_are_the_slopes_of_the_loss() {
     let is_smooth = |shape: &ModelShape| shape.layers.iter().all(|layer| layer.mlp.moe().is_none_or(|moe| moe.top_k == moe.experts));
     let wanted = |(name, shape, documents): &(String, ModelShape, bool)| is_smooth(shape) && (!documents || apart(name));
     for (name, shape, documents) in shapes().into_iter().flat_map(documents).filter(wanted) {
-        let (tile, policies) = (LossTile { rows: 10, vocab: 24 }, vec![Keep; shape.layers.len()]);
+        let (tile, policies) = (LossTile { rows: 10, vocab: 24, tail: 0 }, vec![Keep; shape.layers.len()]);
         let mut harness =
             Harness::with_documents::<f32>(&shape, (2, documents), (tile, None), &policies, StreamOrder::Adversary { seed: 1 });
         let weights = random_weights(&harness.model.table);
@@ -338,11 +338,14 @@ fn vocabulary_and_row_tiles_change_nothing_but_rounding() {
     for family in ["gpt2", "llama"] {
         let shape = golden_shape(family);
         let (loss, grads) = Harness::new(&shape, 2, ONE_TILE).loss_and_grads();
-        for (rows, vocab) in [(usize::MAX, 32), (usize::MAX, 27), (7, usize::MAX), (7, 27), (1, 1)] {
-            let mut harness = Harness::new(&shape, 2, LossTile { rows, vocab });
+        let tails = [(usize::MAX, shape.vocab, 1), (7, shape.vocab, 13)];
+        for (rows, vocab, tail) in
+            [(usize::MAX, 32, 0), (usize::MAX, 27, 0), (7, usize::MAX, 0), (7, 27, 0), (1, 1, 0)].into_iter().chain(tails)
+        {
+            let mut harness = Harness::new(&shape, 2, LossTile { rows, vocab, tail });
             let (tiled_loss, tiled) = harness.loss_and_grads();
-            assert!((tiled_loss - loss).abs() < 2e-6 * loss, "{family} {rows} {vocab}: {tiled_loss} and {loss}");
-            assert_close(&tiled, &grads, &harness.model.table, &format!("{family} {rows} rows {vocab} columns"));
+            assert!((tiled_loss - loss).abs() < 2e-6 * loss, "{family} {rows} {vocab} {tail}: {tiled_loss} and {loss}");
+            assert_close(&tiled, &grads, &harness.model.table, &format!("{family} {rows} rows {vocab} columns, tail {tail}"));
         }
     }
 }
@@ -362,8 +365,9 @@ fn feed_few_targets(harness: &mut Harness, first: usize) -> Option<usize> {
 
 #[test]
 fn a_head_of_trained_rows_changes_nothing_but_rounding() {
-    for (family, rows, vocab) in [("gpt2", usize::MAX, usize::MAX), ("llama", 7, 27), ("llama", 20, usize::MAX)] {
+    for (family, rows, vocab) in [("gpt2", usize::MAX, usize::MAX), ("llama", 7, 27), ("llama", 20, usize::MAX), ("llama", 7, 0)] {
         let (shape, policies) = (golden_shape(family), vec![Keep; golden_shape(family).layers.len()]);
+        let (vocab, tail) = if vocab == 0 { (shape.vocab, 13) } else { (vocab, 0) };
         let [all, trained] = [HeadRows::All, HeadRows::Trained].map(|head_rows| {
             let micro_batch = MicroBatch {
                 shape: &shape,
@@ -374,7 +378,7 @@ fn a_head_of_trained_rows_changes_nothing_but_rounding() {
                 dtype: Dtype::Float32,
                 fp8: false,
                 head_rows,
-                tile: LossTile { rows, vocab },
+                tile: LossTile { rows, vocab, tail },
                 mlp_tile: None,
                 policies: &policies,
             };
@@ -397,7 +401,7 @@ fn a_head_of_trained_rows_changes_nothing_but_rounding() {
 #[test]
 fn the_first_micro_step_forgets_the_last_step_and_padding_stays_zero() {
     for (name, shape) in shapes() {
-        let mut harness = Harness::new(&shape, 2, LossTile { rows: 10, vocab: 24 });
+        let mut harness = Harness::new(&shape, 2, LossTile { rows: 10, vocab: 24, tail: 0 });
         let once = harness.loss_and_grads();
         assert_eq!(harness.loss_and_grads(), once, "{name}");
         let mut padding = vec![true; once.1.len()];
@@ -421,7 +425,7 @@ fn the_loss_scale_multiplies_gradients_but_not_the_loss() {
 /// The model in a format with relative rounding `unit`: the loss must agree within a few roundings.
 fn narrow_loss<E: Element>(shape: &ModelShape, unit: f32) {
     let (loss, _) = Harness::new(shape, 2, ONE_TILE).loss_and_grads();
-    let mut harness = Harness::narrow::<E>(shape, 2, LossTile { rows: 10, vocab: 24 });
+    let mut harness = Harness::narrow::<E>(shape, 2, LossTile { rows: 10, vocab: 24, tail: 0 });
     harness.feed(0);
     harness.train(whole(&harness.model));
     let narrow = harness.download::<f32>(harness.model.activations.loss)[0];
@@ -440,7 +444,7 @@ fn two_steps_in_tiles<E: Element>(
     (schedule, crowd): (StreamOrder, usize),
     mlp_tile: Option<usize>,
 ) -> Vec<Vec<u8>> {
-    let tiles = (LossTile { rows: 10, vocab: 24 }, mlp_tile);
+    let tiles = (LossTile { rows: 10, vocab: 24, tail: 0 }, mlp_tile);
     let mut harness = Harness::with_documents::<E>(shape, (1, false), tiles, policies, schedule);
     harness.crowd = crowd;
     let mut results = Vec::new();
@@ -484,7 +488,7 @@ fn deep(family: &str) -> ModelShape {
 #[test]
 fn memory_of_experts_is_that_of_the_rows_of_all_tokens() {
     let (shape, policies) = (golden_shape("qwen3_moe"), [RecomputeBlock; 3]);
-    let (batch, seq_length, tile) = (2, SEQ_LENGTH, LossTile { rows: 10, vocab: 24 });
+    let (batch, seq_length, tile) = (2, SEQ_LENGTH, LossTile { rows: 10, vocab: 24, tail: 0 });
     let micro_batch = MicroBatch {
         shape: &shape,
         batch,

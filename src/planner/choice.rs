@@ -129,7 +129,7 @@ impl Planner<'_> {
     fn on_cpus(&self) -> Result<Choice> {
         let (shape, width) = (self.workload.shape(), self.workload.recipe.numerics.dtype.bytes());
         let vocab = shape.vocab.min(SHARED_TILE_VOCAB_MAX);
-        let chosen = LossTile { rows: self.tokens().min(SHARED_TILE_BYTES_MAX / (vocab * width)).max(1), vocab };
+        let chosen = LossTile { rows: self.tokens().min(SHARED_TILE_BYTES_MAX / (vocab * width)).max(1), vocab, tail: 0 };
         let tile = self.permitted.tile.unwrap_or(chosen);
         let policies = self.mixes(false).remove(0);
         // The first location is the requested one, or the flat array.
@@ -300,7 +300,7 @@ impl Planner<'_> {
         let vocab = self.workload.shape().vocab;
         let rows = rows_within(self.tokens(), TILE_BYTES / (vocab * self.workload.recipe.numerics.dtype.bytes()));
         let halves = std::iter::successors(Some(rows), |&rows| (rows > TILE_ROWS_MIN).then(|| rows_within(self.tokens(), rows / 2)));
-        halves.map(|rows| LossTile { rows, vocab }).collect()
+        halves.map(|rows| LossTile::of_vocabulary(rows, vocab)).collect()
     }
 }
 

@@ -60,10 +60,9 @@ impl Plan {
             if self.recipe.step.shares > 1 { format!(" in {} gradient shares{groups}", self.recipe.step.shares) } else { String::new() };
         writeln!(
             f,
-            "  step        {ranks}{accum} x {batch} x {seq} = {}{partial_sums}; loss in tiles of {} x {}",
+            "  step        {ranks}{accum} x {batch} x {seq} = {}{partial_sums}; loss in tiles of {}",
             counted(self.tokens_per_step(), "token"),
-            self.recipe.numerics.loss_tile.rows,
-            self.recipe.numerics.loss_tile.vocab
+            self.recipe.numerics.loss_tile
         )?;
         if let Some([fewest, most]) = self.uneven_heads() {
             writeln!(
@@ -72,7 +71,7 @@ impl Plan {
                 self.recipe.step.sequence_ranks
             )?;
         }
-        if self.recipe.numerics.loss_tile != self.forecast.usual_tile {
+        if self.recipe.numerics.loss_tile.rows != self.forecast.usual_tile.rows {
             let rows = self.forecast.usual_tile.rows;
             writeln!(f, "  bits        differ from runs with loss tiles of {rows} rows, which do not fit here")?;
         }

@@ -103,7 +103,7 @@ fn micro_step_s(workload: &Workload, policy: LayerPolicy) -> Result<f64> {
     let (mut dev, _) =
         SimDevice::new("passes", &machine.rates, (machine.kind, machine.device), (1, Isa::Scalar, workload.recipe.numerics.moments), 0);
     let tokens = workload.recipe.step.tokens_of_rank();
-    let tile = LossTile { rows: tokens.min(TILE_ROWS_MAX), vocab: shape.vocab };
+    let tile = LossTile::of_vocabulary(tokens.min(TILE_ROWS_MAX), shape.vocab);
     let plan = workload.activations(&vec![policy; shape.layers.len()], tile)?;
     let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()), &mut Lease::default())?;
     let mut flat = |name| dev.alloc(name, TensorTable::new(shape).flat_elems(), workload.recipe.numerics.dtype);

@@ -10,7 +10,6 @@ use super::record::{
 use super::{Numerics, Recipe, RowOrder, Schedule, StepShape};
 use crate::data::checksum::hex;
 use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
-use crate::model::activations::LossTile;
 use crate::model::fp8;
 use crate::model::head_rows::HeadRows;
 use crate::model::shape::ModelShape;
@@ -109,7 +108,7 @@ fn of_numerics(numerics: &Numerics) -> Vec<RecipeField> {
         sum_block,
         inverse_rollback,
     } = numerics;
-    let (LossTile { rows, vocab }, formats) = (loss_tile, format!("{dtype}, moments in {moments}"));
+    let formats = format!("{dtype}, moments in {moments}");
     let by = match attention {
         Attention::Plain => "plain",
         Attention::Cudnn { deterministic: true } => "cudnn",
@@ -118,7 +117,7 @@ fn of_numerics(numerics: &Numerics) -> Vec<RecipeField> {
     let matmul = if fp8 { fp8::RECIPE } else { PLAIN_MATMUL };
     let of_moments = Record { part: RunPart::Moments.name(), key: None, value: json!(moments), before: Some(json!(Moments::Float32)) };
     vec![
-        RecipeField::new("loss tile", format!("{rows} x {vocab}")).numeric(LOSS_TILE, json!(loss_tile), None),
+        RecipeField::new("loss tile", loss_tile.to_string()).numeric(LOSS_TILE, json!(loss_tile), None),
         RecipeField::new("attention", format!("{attention:?}")).numeric("attention", json!(by), None),
         RecipeField::new("products of experts", format!("{experts:?}")).numeric(
             EXPERT_PRODUCTS,

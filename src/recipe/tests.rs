@@ -13,7 +13,7 @@ pub(crate) fn recipe() -> Recipe {
         experts: ExpertProducts::Own,
         long_sums: LongSums::Library,
         head_rows: HeadRows::All,
-        loss_tile: LossTile { rows: 8, vocab: 9 },
+        loss_tile: LossTile { rows: 8, vocab: 9, tail: 0 },
         attention_block: None,
         mlp_tile: None,
         device: DeviceKind::Cpu,

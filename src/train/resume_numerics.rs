@@ -196,8 +196,13 @@ fn long_sums(then: Option<&Value>) -> serde_json::Result<LongSums> {
 fn loss_tile(loaded: &Loaded) -> Result<Option<LossTile>> {
     let Some(tile) = recorded(loaded, LOSS_TILE) else { return Ok(None) };
     let wrong = |cause: &dyn Display| Error::format(loaded.manifest_path(), format_args!("{LOSS_TILE}: {cause}"));
-    let LossTile { rows, vocab } = LossTile::deserialize(tile).map_err(|e| wrong(&e))?;
-    if rows == 0 || vocab == 0 { Err(wrong(&format_args!("{rows} rows of {vocab}"))) } else { Ok(Some(LossTile { rows, vocab })) }
+    let tile = LossTile::deserialize(tile).map_err(|e| wrong(&e))?;
+    let LossTile { rows, vocab, tail } = tile;
+    if rows == 0 || vocab <= tail {
+        Err(wrong(&format_args!("{rows} rows of {vocab}, of which {tail} are a tail")))
+    } else {
+        Ok(Some(tile))
+    }
 }
 
 #[cfg(test)]
