@@ -182,7 +182,7 @@ fn formats_faults_and_places_do_not_change_that() {
 fn slices_wait_for_their_inputs() {
     let workspace = Workspace::new();
     let whole = digest_of_one(&workspace, "one", 1, &["--dtype=float32"]);
-    for seed in crate::sweep::sweep(16..20, 1..100) {
+    for seed in crate::sweep::sweep(16..18, 1..100) {
         let adversary = format!("--adversary={seed}");
         assert_eq!(digest(&workspace, &format!("two-{seed}"), 2, &["--dtype=float32", &adversary]), whole, "seed {seed}");
     }
@@ -273,7 +273,7 @@ fn slices_that_a_process_shares_are_whole_whatever_runs_first() {
     workspace.settings("inject = [{step = 3, element = 5000, share = 7, value = 'nan'}, {step = 5, element = 9, share = 2, value = 1e3}]");
     let whole = |group: &str| digest_of_one(&workspace, &format!("one{group}"), 1, &["--dtype=float16", "--bucket-mib=0.0625", group]);
     let whole = ["--gradient-group=1", "--gradient-group=2"].map(|group| (group, whole(group)));
-    let seeds = crate::sweep::sweep(17..22, 1..100);
+    let seeds = crate::sweep::sweep(17..19, 1..100);
     for (weights, seed) in [PARTLY, FULLY].into_iter().flat_map(|weights| seeds.clone().map(move |seed| (weights, seed))) {
         let (group, whole) = &whole[seed % 2];
         let (adversary, out) = (format!("--adversary={seed}"), format!("2x2-{seed}{weights}"));
@@ -310,7 +310,8 @@ fn groups_of_shares_have_the_same_bits_wherever_they_are_summed() {
         let whole = digest_of_one(&workspace, &format!("one-{nth}"), 1, &grouped);
         assert_ne!(digest_of_one(&workspace, &format!("flat-{nth}"), 1, &flat), whole, "{group} rounds groups");
         assert_eq!(digest_of_one(&workspace, &format!("ranks-{nth}"), 4, &grouped), whole);
-        for layout in [[2, 2], [2, 3], [2, 1], [3, 1]] {
+        let layouts: &[[usize; 2]] = if nth == 0 { &[[2, 2], [2, 3], [2, 1], [3, 1]] } else { &[[2, 2], [2, 3]] };
+        for &layout in layouts {
             let out = format!("{}x{}-{nth}", layout[0], layout[1]);
             assert_eq!(digest_in(&workspace, &out, layout, &grouped), whole, "{layout:?} with {grouped:?}");
         }
