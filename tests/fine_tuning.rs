@@ -22,8 +22,8 @@ const CONFIG: &str = r#"{
 const SETTINGS: &str = "device = \"cpu\"\nthreads = 2\nbucket-mib = 1.0\nslots = 2\nseq-length = 64\nper-device-train-batch-size = 2\n\
                         max-steps = 9\nsave-steps = 9\nresident-buckets = 0\n";
 
-/// Memory classes that the first step touches first. The CPU device's memory becomes resident when touched.
-const TOUCHED_LATER: [&str; 2] = ["gradients", "activations"];
+/// Memory classes that the first step or the first save touches first. The CPU device's memory becomes resident when touched.
+const TOUCHED_LATER: [&str; 3] = ["gradients", "activations", "checkpoint copies"];
 
 /// Tolerance for memory that the plan does not count on the CPU: the program's heap and stacks.
 const TOLERANCE: f64 = 0.02;

@@ -13,10 +13,15 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-/// A run that is stopped by a signal after its third step.
+/// A run that is stopped by a signal after its third step, in a save beside steps or after it.
 fn stopped(workspace: &Workspace, out: &str, flags: &[&str]) -> Child {
+    stopped_after(workspace, out, flags, "step      3")
+}
+
+/// A run that is stopped by a signal when it has printed `words`.
+fn stopped_after(workspace: &Workspace, out: &str, flags: &[&str], words: &str) -> Child {
     let mut child = workspace.train(out, flags).spawn().unwrap();
-    await_line(&mut child, "step      3");
+    await_line(&mut child, words);
     signal(&child, Signal::SIGSTOP);
     child
 }
@@ -52,7 +57,7 @@ fn assert_steps(workspace: &Workspace, out: &str, steps: u64) {
 fn a_second_run_is_refused_at_once_and_the_first_does_not_notice() {
     let workspace = Workspace::new();
     let alone = run(&mut workspace.train("alone", &[])).digest().to_string();
-    let first = stopped(&workspace, "r", &[]);
+    let first = stopped_after(&workspace, "r", &[], "checkpoint-2");
     let before = listing(&workspace.path("r"));
     let (pid, host) = (format!("pid {} ", first.id()), fs::read_to_string("/proc/sys/kernel/hostname").unwrap());
     // The second run is rejected before it reads its model, but not before it checks that the model exists.
@@ -70,7 +75,8 @@ fn a_second_run_is_refused_at_once_and_the_first_does_not_notice() {
     run(&mut workspace.train("r", &["--model", "/nowhere"])).refused(2, &["--model /nowhere: no such directory"]);
     run(program(&["digest"]).arg(workspace.path("r/checkpoint-2"))).digest();
     let exported = run(program(&["export"]).arg(workspace.path("r")).arg(workspace.path("exported")));
-    assert!(exported.code == 0 && exported.stdout.contains("exported step 2"), "{exported:?}");
+    // A later checkpoint may have been published before the signal.
+    assert!(exported.code == 0 && exported.stdout.contains("exported step "), "{exported:?}");
     assert_eq!(listing(&workspace.path("r")), before, "somebody else wrote into it");
     let ended = finish(first);
     assert!(ended.digest() == alone && ended.stderr.is_empty(), "{ended:?}");
@@ -234,7 +240,10 @@ fn a_removed_directory_is_created_again_with_later_files() {
     let ended = finish(child);
     assert_eq!(ended.digest(), digest);
     assert!(ended.stderr.contains("r was removed during the run"), "{ended:?}");
-    assert_eq!(workspace.names("r", "checkpoint-"), ["checkpoint-10", "checkpoint-12", "checkpoint-4", "checkpoint-6", "checkpoint-8"]);
+    let mut names = workspace.names("r", "checkpoint-");
+    // If the save of step 2 found its directory removed, the state of the next step was saved instead.
+    names.retain(|name| name != "checkpoint-3");
+    assert_eq!(names, ["checkpoint-10", "checkpoint-12", "checkpoint-4", "checkpoint-6", "checkpoint-8"]);
     assert_steps(&workspace, "r", STEPS);
     let line = ended.stdout.lines().find(|line| line.starts_with("  checkpoint  ")).unwrap_or_else(|| panic!("{ended:?}"));
     let files: Vec<_> = line.split([' ', ';']).filter(|word| word.starts_with('/')).collect();

@@ -500,7 +500,7 @@ settings! {
         /// Host memory for saves beside steps; off: a save stops training.
         #[arg(value_name = "off|auto|SIZE")]
         #[serde(deserialize_with = "some_scalar")]
-        save_memory: SaveMemory = SaveMemory::Off, Free, Site;
+        save_memory: SaveMemory = SaveMemory::Auto, Free, Site;
         /// Let saves write at most this much in a second, for example 500MiB.
         #[arg(value_name = "SIZE")]
         #[serde(deserialize_with = "some_scalar")]

@@ -57,9 +57,9 @@ impl Lease {
         Ok(memory)
     }
 
-    /// [`HostMemory::alloc_periodic`], for worker threads alone.
-    pub(crate) fn alloc_host(&mut self, host: &mut HostMemory, name: &str, bytes: usize, period_bytes: usize) -> Result<PinnedSlice> {
-        let memory = host.alloc_periodic(name, bytes, period_bytes)?;
+    /// [`HostMemory::alloc_untouched`], for worker threads alone.
+    pub(crate) fn alloc_untouched(&mut self, host: &mut HostMemory, name: &str, bytes: usize) -> Result<PinnedSlice> {
+        let memory = host.alloc_untouched(name, bytes)?;
         self.host.push(memory);
         Ok(memory)
     }

@@ -6,11 +6,9 @@ use super::save::board::{SaveBoard, Source};
 use super::save::frozen_state::FrozenState;
 use super::save::running_save::RunningSave;
 use super::watch::driver_state::DriverActivity;
-use crate::bucket::layout::Tier;
 use crate::bucket::slot::Slot;
 use crate::device::{Kernels, Stream};
 use crate::error::Result;
-use crate::units::Bytes;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,25 +19,7 @@ const COPY_ELEMS: usize = 1 << 20;
 impl<D: Kernels> Engine<D> {
     /// Why a save must stop training; `None` if [`Engine::begin_save`] can be called.
     pub(crate) fn save_obstacle(&self) -> Option<String> {
-        let (layout, ranks) = (&self.plan.placement.layout, self.exchange.slices().ranks());
-        let (resident, copies) = (layout.count() - layout.offloaded(), self.scratch.copies.slots());
-        if ranks > 1 {
-            return Some(format!("the state lies on {ranks} ranks"));
-        }
-        if !layout.buckets_in(Tier::Unified).is_empty() {
-            return Some("states are in unified memory".into());
-        }
-        if resident > copies {
-            let bytes = Bytes((self.scratch.copies.arrays().bytes(layout.bucket_elems()) * resident) as u64);
-            return Some(format!("copies of the states on the device take {bytes} of --save-memory"));
-        }
-        (!self.host.is_backed()).then(|| "the memory of the host is simulated".into())
-    }
-
-    /// Bytes of states that copies can have while they wait to be saved.
-    pub(crate) fn save_copy_bytes(&self) -> u64 {
-        let copies = self.scratch.copies;
-        (copies.slots() * copies.arrays().bytes(self.plan.placement.layout.bucket_elems())) as u64
+        self.plan.save_obstacle().or_else(|| (!self.host.is_backed()).then(|| "the memory of the host is simulated".into()))
     }
 
     /// Begins a save of the state after the last step. The result reads that state, while later steps run: a step waits only where it would

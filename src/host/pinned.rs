@@ -12,6 +12,7 @@ use crate::hardware::cpu_list::CpuList;
 use crate::units::Bytes;
 use bytemuck::Pod;
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
@@ -29,6 +30,8 @@ pub struct PinnedSlice {
 }
 
 impl PinnedSlice {
+    const EMPTY: Self = Self { addr: EMPTY_ADDR, bytes: 0 };
+
     /// Size in bytes.
     pub fn bytes(self) -> usize {
         self.bytes
@@ -139,7 +142,7 @@ impl HostMemory {
     /// them, its first part on the first node.
     pub fn alloc_periodic(&mut self, name: &str, bytes: usize, period_bytes: usize) -> Result<PinnedSlice> {
         if bytes == 0 {
-            return Ok(PinnedSlice { addr: EMPTY_ADDR, bytes: 0 });
+            return Ok(PinnedSlice::EMPTY);
         }
         let (block, page_bytes) = self.map(name, bytes)?;
         let whole = block.addresses().len();
@@ -149,6 +152,18 @@ impl HostMemory {
         }
         self.fault_in(name, &block, &parts, page_bytes)?;
         Ok(self.keep(block, name, bytes, page_bytes, None))
+    }
+
+    /// Zeroed memory, page-aligned. The kernel grants each page when it is first written, from the node of the thread that writes it.
+    ///
+    /// # Errors
+    /// `Resource` with `name` and the size, when the kernel refuses the addresses.
+    pub(crate) fn alloc_untouched(&mut self, name: &str, bytes: usize) -> Result<PinnedSlice> {
+        if bytes == 0 {
+            return Ok(PinnedSlice::EMPTY);
+        }
+        let block = self.map_anonymous(name, bytes)?;
+        Ok(self.keep(block, name, bytes, base_page_bytes(), None))
     }
 
     /// Frees the allocation at `addr`, except its first `kept` bytes, rounded up to a page. No job or copy may use the freed part.
@@ -241,7 +256,6 @@ impl HostMemory {
 
     /// Maps address space with the page sizes of the policy, and returns the smallest page size.
     fn map(&self, name: &str, bytes: usize) -> Result<(Mapping, usize)> {
-        let failed = |cause: String| Error::resource(format!("map {} of host memory for {name}", Bytes(bytes as u64)), cause);
         let mut refusal = None;
         for page_bytes in self.policy.reserved(bytes) {
             match Mapping::of_reserved_pages(bytes, page_bytes) {
@@ -249,21 +263,26 @@ impl HostMemory {
                 Err(e) => refusal = Some(format!("too few huge pages of {} are free: {e}", Bytes(page_bytes as u64))),
             }
         }
-        if let Some(refusal) = refusal {
-            return Err(failed(refusal));
+        match refusal {
+            Some(refusal) => Err(unmapped(name, bytes, refusal)),
+            None => Ok((self.map_anonymous(name, bytes)?, base_page_bytes())),
         }
+    }
+
+    /// Maps address space with pages of the base size, or with huge pages where the policy asks for transparent ones.
+    fn map_anonymous(&self, name: &str, bytes: usize) -> Result<Mapping> {
         let block = match self.policy.pages {
             PageSizes::Unbacked => Mapping::unbacked(bytes),
             _ => Mapping::anonymous(bytes, self.policy.align(bytes)),
         };
-        let block = block.map_err(|e| failed(e.to_string()))?;
+        let block = block.map_err(|e| unmapped(name, bytes, e))?;
         // Huge pages are advice. A kernel that ignores it grants small pages, which are reported.
         match self.policy.pages {
             PageSizes::Smallest => _ = block.advise_huge(false),
             PageSizes::Transparent { bytes: huge } if bytes >= huge => _ = block.advise_huge(true),
             _ => {}
         }
-        Ok((block, base_page_bytes()))
+        Ok(block)
     }
 
     /// Binds the memory to its nodes. If the kernel refuses, notes it and returns false.
@@ -325,6 +344,10 @@ impl HostMemory {
             ranges.into_iter().try_for_each(populate)
         })
     }
+}
+
+fn unmapped(name: &str, bytes: usize, cause: impl Display) -> Error {
+    Error::resource(format!("map {} of host memory for {name}", Bytes(bytes as u64)), cause)
 }
 
 /// Runs each item of `work` on a separate thread.

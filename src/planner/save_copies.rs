@@ -1,10 +1,12 @@
 //! Host memory for copies of states that wait to be saved, so that steps need not wait for the disk.
 
 use super::budget::{Workload, balances};
+use super::plan::Plan;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::device::footprint::MemoryClass;
 use crate::memory::MemorySpace;
 use crate::request::choices::SaveMemory;
+use crate::units::Bytes;
 
 impl Workload<'_> {
     /// Number of copies for which the request names a size. Each has the state of a bucket.
@@ -32,15 +34,47 @@ impl Workload<'_> {
         MemoryClass { name: "checkpoint copies", space: MemorySpace::Host, bytes: copies * self.copy_bytes(layout) }
     }
 
-    /// Copies that fit `bytes`: at most one of each bucket; none where a save stops training, as it does without copies of all states that
-    /// the device has.
+    /// Copies that fit `bytes`: at most one of each bucket; none where a save stops training.
     fn copies_in(&self, layout: &BucketLayout, bytes: u64) -> usize {
-        let stops = self.site.ranks > 1 || !layout.buckets_in(Tier::Unified).is_empty();
-        let (fitting, resident) = ((bytes / self.copy_bytes(layout) as u64) as usize, layout.count() - layout.offloaded());
-        if stops || fitting < resident { 0 } else { layout.count().min(fitting) }
+        let fitting = (bytes / self.copy_bytes(layout) as u64) as usize;
+        let stops = obstacle(self.site.ranks, layout).is_some() || fitting < resident(layout);
+        if stops { 0 } else { layout.count().min(fitting) }
     }
 
     fn copy_bytes(&self, layout: &BucketLayout) -> usize {
         self.recipe.optimizer().arrays().bytes(layout.bucket_elems())
     }
+}
+
+impl Plan {
+    /// Why a save must stop training; `None` if it can run beside steps.
+    pub(crate) fn save_obstacle(&self) -> Option<String> {
+        let layout = &self.placement.layout;
+        let is_short = self.placement.save_copies < resident(layout);
+        let bytes = Bytes((self.copy_bytes() * resident(layout)) as u64);
+        let too_little = is_short.then(|| format!("copies of the states on the device take {bytes} of --save-memory"));
+        obstacle(self.site.ranks, layout).or(too_little)
+    }
+
+    /// Bytes of states that copies can have while they wait to be saved.
+    pub(crate) fn save_copy_bytes(&self) -> u64 {
+        (self.placement.save_copies * self.copy_bytes()) as u64
+    }
+
+    fn copy_bytes(&self) -> usize {
+        self.optimizer().arrays().bytes(self.placement.layout.bucket_elems())
+    }
+}
+
+/// Number of buckets whose states are on the device.
+fn resident(layout: &BucketLayout) -> usize {
+    layout.count() - layout.offloaded()
+}
+
+/// Why a save must stop training, however much memory there is.
+fn obstacle(ranks: usize, layout: &BucketLayout) -> Option<String> {
+    if ranks > 1 {
+        return Some(format!("the state lies on {ranks} ranks"));
+    }
+    (!layout.buckets_in(Tier::Unified).is_empty()).then(|| "states are in unified memory".into())
 }

@@ -31,6 +31,7 @@ mod run_facts;
 mod run_lock;
 pub(crate) mod sample;
 mod sampling;
+mod save_times;
 pub(crate) mod session;
 pub(crate) mod setup;
 pub(crate) mod sinks;

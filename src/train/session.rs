@@ -164,7 +164,7 @@ impl<D: Kernels> Session<D> {
         let totals = SessionTotals::default();
         let replanner = Replanner::new(&settings, &plan);
         let perf = settings.perf_counters.then(|| WorkerCounters::start(WORKER_ROLE)).transpose()?;
-        let session = Self {
+        Ok(Self {
             engine,
             feed: Feed::new(loader),
             schedule,
@@ -193,9 +193,7 @@ impl<D: Kernels> Session<D> {
             plan,
             replanner,
             replanned: Duration::ZERO,
-        };
-        session.report_duration_of_saves(observer)?;
-        Ok(session)
+        })
     }
 
     /// Watches the engine's threads, if the observer handles alarms, until the watchdog is dropped.

@@ -7,6 +7,7 @@ use super::observer::Observer;
 use super::prompts::Prompts;
 use super::run_dir::RunDir;
 use super::run_facts::RunFacts;
+use super::save_times::describe_save_times;
 use super::session::{CheckpointContents, Session};
 use super::{identity, model_files, overview, packing, previous_run, resume, resume_numerics, text, trained_rows};
 use crate::checkpoint::carried::Carrier;
@@ -302,7 +303,8 @@ impl PreparedRun<'_> {
     pub(super) fn session<D: Kernels>(self, mut engine: Engine<D>, run_dir: RunDir, observer: &mut dyn Observer) -> Result<Session<D>> {
         self.warn_of_passes(self.extent(), observer);
         let device = describe_device(self.launch, &self.plan, &engine.describe());
-        let facts = self.facts(with_driver(&device, &engine.versions()));
+        let mut facts = self.facts(with_driver(&device, &engine.versions()));
+        facts.files += &describe_save_times(&run_dir, &self.settings, &self.plan, &self.extent())?;
         let Self {
             launch,
             settings,

@@ -7,7 +7,7 @@ use std::time::Duration;
 pub const CAMPAIGN: Campaign = Campaign {
     id: "R1",
     what: "kill -9 at random moments, or before a random call that changes the disk, up to three times, then resume: the digest is the \
-           uninterrupted run's, no more than a save interval is lost, no part of a save remains",
+           uninterrupted run's, no more than two save intervals are lost, no part of a save remains",
     runs: 500,
     smoke: 3,
     start,
@@ -69,6 +69,7 @@ fn kill_once(harness: &Harness, turn: &mut Turn, whole: &Whole) -> Result<&'stat
     let logged = printed.lines().filter_map(|line| line.strip_prefix("step ")?.split_whitespace().next()?.parse::<u64>().ok()).max();
     let kept = checkpoints(&out).last().copied().unwrap_or(0);
     let lost = logged.unwrap_or(0).saturating_sub(kept);
-    expect(lost <= SAVE_STEPS, || format!("{lost} steps lost: logged {logged:?}, newest checkpoint {kept}"))?;
+    // A save runs beside the steps until the next one is due.
+    expect(lost <= 2 * SAVE_STEPS, || format!("{lost} steps lost: logged {logged:?}, newest checkpoint {kept}"))?;
     Ok(if names(&out).iter().any(|name| name.contains(".tmp-")) { "inside a write" } else { "between writes" })
 }

@@ -120,11 +120,11 @@ fn step_memory<D: Device>(
     Ok(StepMemory { grads, params, segments, optimizer: plan.optimizer(), kernels })
 }
 
-/// The slots for copies of states that wait to be saved.
+/// The slots for copies of states that wait to be saved. The first save that needs a slot writes its pages first: until then they take
+/// no memory.
 fn state_copies(plan: &Plan, slices: &Slices, host: &mut HostMemory, lease: &mut Lease) -> Result<StateCopies> {
     let (arrays, slot_elems) = (plan.optimizer().arrays(), slices.slice_elems());
-    let slot_bytes = arrays.bytes(slot_elems);
-    let memory = lease.alloc_host(host, "checkpoint copies", plan.placement.save_copies * slot_bytes, slot_bytes)?;
+    let memory = lease.alloc_untouched(host, "checkpoint copies", plan.placement.save_copies * arrays.bytes(slot_elems))?;
     Ok(StateCopies::new(memory, arrays, slot_elems))
 }
 

@@ -46,6 +46,9 @@ impl<D: Kernels> Session<D> {
             failures.take(self.save_if_new(observer));
             self.check_ranks(&mut failures);
         }
+        if self.is_sound {
+            failures.take(self.settle(observer));
+        }
         let digest = (self.is_sound && self.settings.digest).then(|| self.digest());
         let digest = digest.and_then(|digest| failures.take(digest));
         let perf = self.perf.as_mut().map(WorkerCounters::read).and_then(|counts| failures.take(counts));
@@ -91,6 +94,12 @@ impl<D: Kernels> Session<D> {
             lost,
             failure: failures.0,
         }
+    }
+
+    /// Waits for a save that still runs, because the last one failed before it began, and writes all updates into the state.
+    fn settle(&mut self, observer: &mut dyn Observer) -> Result<()> {
+        self.end_background(observer)?;
+        self.engine.flush().inspect_err(|_| self.is_sound = false)
     }
 
     /// Without all ranks no state is complete. The rank's error is the failure, unless an earlier one is known.

@@ -4,51 +4,21 @@ use super::{SavedPosition, Session};
 use crate::checkpoint::background::{BackgroundSave, Publication};
 use crate::checkpoint::engine_state::{SAVE_ELEMS, for_each_piece};
 use crate::checkpoint::parts;
-use crate::checkpoint::{RetainedCheckpoints, SaveRate, Saved, SavedLossScale, Scheduler, TrainerState, Writer, disk_rate};
+use crate::checkpoint::{RetainedCheckpoints, SaveRate, Saved, SavedLossScale, Scheduler, TrainerState, Writer};
 use crate::device::Kernels;
 use crate::error::{Error, Result};
 use crate::request::choices::SaveMemory;
 use crate::train::identity::Run;
 use crate::train::observer::Observer;
-use crate::units::{Bytes, counted};
+use crate::units::counted;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// A wait for the save before that is worth a line.
 const LONG_WAIT: Duration = Duration::from_secs(1);
-/// From this size on, a run measures the disk before its first step.
-const MEASURED_BYTES: u64 = 1 << 30;
-
-/// How long a save of `bytes` takes on a disk that writes `rate` bytes a second, and how long training waits for it: all the time if it
-/// `stops`, or until the disk has taken all but `copies` bytes.
-fn describe_saves(bytes: u64, rate: f64, copies: u64, stops: bool) -> String {
-    let seconds = |bytes: u64| format!("{:.1} s", bytes as f64 / rate);
-    let save = format!("a save of {} takes about {}, as the disk writes {} a second", Bytes(bytes), seconds(bytes), Bytes(rate as u64));
-    match bytes.saturating_sub(copies) {
-        _ if stops => format!("{save}; training stops meanwhile"),
-        0 => format!("{save}; training goes on meanwhile"),
-        rest => format!("{save}; {} are for copies: training waits {}, less the time of a step", Bytes(copies), seconds(rest)),
-    }
-}
 
 impl<D: Kernels> Session<D> {
-    /// Measures the disk if saves are large, and says how long they take.
-    ///
-    /// # Errors
-    /// `Io` when the disk fails.
-    pub(super) fn report_duration_of_saves(&self, observer: &mut dyn Observer) -> Result<()> {
-        let bytes = self.engine.plan().optimizer().arrays().bytes(self.engine.plan().params()) as u64;
-        let has_saves = self.settings.save_steps < self.schedule.max_steps - self.engine.train_step().min(self.schedule.max_steps);
-        if bytes >= MEASURED_BYTES && has_saves && self.plan.site.processes == 1 {
-            let limit = self.settings.save_rate.map_or(f64::INFINITY, |limit| limit.0 as f64);
-            let rate = disk_rate(self.run_dir.dir())?.min(limit);
-            let stops = self.stops_for_saves() || self.engine.save_obstacle().is_some();
-            observer.note(&describe_saves(bytes, rate, self.engine.save_copy_bytes(), stops));
-        }
-        Ok(())
-    }
-
     /// A checkpoint after a step, when one is due.
     ///
     /// # Errors
@@ -77,14 +47,20 @@ impl<D: Kernels> Session<D> {
 
     /// As [`Session::save_if_new`]; if the run `goes_on`, the save runs beside its next steps where that is possible.
     fn save_unless_saved(&mut self, goes_on: bool, observer: &mut dyn Observer) -> Result<()> {
-        let has_changed = self.run_dir.hold()?;
-        has_changed.iter().for_each(|line| observer.warn(line));
-        self.await_save_before(goes_on, has_changed.is_some(), observer)?;
+        let has_changed = self.hold_directory(observer)?;
+        self.await_save_before(goes_on, has_changed, observer)?;
         if self.totals.steps > 0 && self.saved_path()?.is_none() {
             let in_background = goes_on && self.may_save_in_background(observer);
             self.save_or_save_again(in_background, observer).inspect_err(|_| self.save_failed = true)?;
         }
         self.sinks.restore(self.run_dir.dir(), observer)
+    }
+
+    /// [`RunDir::hold`](crate::train::run_dir::RunDir::hold), with its line as a warning. Returns whether the directory was removed or moved.
+    fn hold_directory(&mut self, observer: &mut dyn Observer) -> Result<bool> {
+        let line = self.run_dir.hold()?;
+        line.iter().for_each(|line| observer.warn(line));
+        Ok(line.is_some())
     }
 
     /// Ends a save that still runs when the next one is due. If the directory `has_changed` meanwhile, a failure of that save is no failure
@@ -106,14 +82,9 @@ impl<D: Kernels> Session<D> {
         Ok(())
     }
 
-    /// Whether saves stop training because nothing else was requested.
-    fn stops_for_saves(&self) -> bool {
-        self.plan.site.save_memory == SaveMemory::Off
-    }
-
     /// Whether saves can run beside steps, as was requested. A run says once why they cannot.
     fn may_save_in_background(&mut self, observer: &mut dyn Observer) -> bool {
-        if self.stops_for_saves() {
+        if self.plan.site.save_memory == SaveMemory::Off {
             return false;
         }
         let Some(why) = self.engine.save_obstacle() else { return true };
@@ -132,33 +103,26 @@ impl<D: Kernels> Session<D> {
         self.end_background_in(false, observer)
     }
 
-    /// As [`Session::end_background`]. A failure in a directory that `has_changed` is no failure of the run.
+    /// As [`Session::end_background`]. If the directory `has_changed` before, or is removed or moved by now, a failure of the save is no
+    /// failure of the run: the state of the present step is saved instead.
     fn end_background_in(&mut self, has_changed: bool, observer: &mut dyn Observer) -> Result<()> {
         if self.background.is_some() && self.is_sound {
             self.engine.end_save().inspect_err(|_| self.is_sound = false)?;
         }
         let Some(save) = self.background.take() else { return Ok(()) };
-        let step = save.step();
-        match save.join() {
+        let (step, saved) = (save.step(), save.join());
+        let has_changed = self.hold_directory(observer)? || has_changed;
+        match saved {
             Ok(saved) => {
                 self.record_saved(step, saved, observer);
                 Ok(())
             }
             Err(_) if has_changed && self.is_sound => self.save(observer).inspect_err(|_| self.save_failed = true),
-            Err(error) => self.save_failed_beside(error, observer),
+            Err(error) => {
+                self.save_failed = true;
+                Err(error)
+            }
         }
-    }
-
-    /// A save beside the steps has failed. If somebody removed the directory meanwhile, it is made again, and the state of the present step
-    /// is saved.
-    fn save_failed_beside(&mut self, error: Error, observer: &mut dyn Observer) -> Result<()> {
-        let removed = if self.is_sound { self.run_dir.hold()? } else { None };
-        let Some(line) = removed else {
-            self.save_failed = true;
-            return Err(error);
-        };
-        observer.warn(&line);
-        self.save(observer).inspect_err(|_| self.save_failed = true)
     }
 
     /// The checkpoint of this step, if it was written and is still there.
@@ -220,8 +184,9 @@ impl<D: Kernels> Session<D> {
 
     fn record_saved(&mut self, step: u64, saved: Saved, observer: &mut dyn Observer) {
         saved.warnings.iter().for_each(|line| observer.warn(line));
-        observer.note(&format!("checkpoint {}", saved.path.display()));
-        self.saved = saved.path.file_name().map(|name| (step, name.to_os_string()));
+        let Some(name) = saved.path.file_name() else { return };
+        observer.note(&format!("checkpoint {}", self.run_dir.dir().join(name).display()));
+        self.saved = Some((step, name.to_os_string()));
     }
 
     /// The record of the run and all other contents of a checkpoint of `step`, besides its state.

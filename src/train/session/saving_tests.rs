@@ -39,12 +39,12 @@ fn slow(dir: &Path, steps: u64, save_steps: u64) -> Settings {
 /// About the bytes of the built-in model's state.
 const STATE_BYTES: u64 = 43_300_000;
 
-/// Steps, notes and warnings in order. It sets a stop flag after a step.
+/// Steps, notes and warnings in order. It acts once after a step.
 #[derive(Default)]
 struct Recorder {
     lines: Vec<String>,
     waits_ms: Vec<f64>,
-    stop: Option<(u64, StopFlag)>,
+    act: Option<(u64, Box<dyn FnOnce()>)>,
 }
 
 impl Observer for Recorder {
@@ -52,8 +52,8 @@ impl Observer for Recorder {
     fn step(&mut self, metrics: &StepMetrics) {
         self.lines.push(format!("step {}", metrics.step));
         self.waits_ms.push(metrics.save_wait_ms);
-        if let Some((_, flag)) = self.stop.as_ref().filter(|(step, _)| *step == metrics.step) {
-            flag.request();
+        if let Some((_, act)) = self.act.take_if(|(step, _)| *step == metrics.step) {
+            act();
         }
     }
     fn note(&mut self, line: &str) {
@@ -65,6 +65,10 @@ impl Observer for Recorder {
 }
 
 impl Recorder {
+    fn acting(step: u64, act: impl FnOnce() + 'static) -> Self {
+        Self { act: Some((step, Box::new(act))), ..Self::default() }
+    }
+
     fn place(&self, text: &str) -> usize {
         self.lines.iter().position(|line| line.contains(text)).unwrap_or_else(|| panic!("no {text}: {:?}", self.lines))
     }
@@ -143,7 +147,8 @@ fn any_order_of_events_clips_skips_and_narrow_moments_are_saved_alike() {
 fn a_signal_ends_a_run_after_the_running_save_and_one_of_its_last_step() {
     let dir = tempfile::tempdir().unwrap();
     let stop = StopFlag::default();
-    let mut recorder = Recorder { stop: Some((3, stop.clone())), ..Recorder::default() };
+    let request = stop.clone();
+    let mut recorder = Recorder::acting(3, move || request.request());
     let summary = train(&slow(dir.path(), 50, 2), &stop, &mut recorder).unwrap();
     assert!(summary.failure.is_none() && summary.interrupted && summary.step == 3);
     assert!(recorder.place("checkpoint-2") < recorder.place("checkpoint-3"));
@@ -159,6 +164,58 @@ fn a_save_that_is_due_while_one_runs_waits_for_it_and_one_line_says_so() {
     let warnings: Vec<_> = recorder.lines.iter().filter(|line| line.contains("a larger --save-steps avoids that")).collect();
     assert_eq!(warnings.len(), 1, "{:?}", recorder.lines);
     (1..5).for_each(|step| drop(checkpoint::verify(&dir.path().join(format!("checkpoint-{step}"))).unwrap()));
+}
+
+/// Runs 7 steps that save after each second step, and `act`s on the output directory while the save after step 2 runs.
+fn act_beside_save(act: impl FnOnce(&Path) + 'static) -> (tempfile::TempDir, Summary, Recorder) {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let place = out.clone();
+    let mut recorder = Recorder::acting(3, move || act(&place));
+    let summary = train(&slow(&out, 7, 2), &StopFlag::default(), &mut recorder).unwrap();
+    (dir, summary, recorder)
+}
+
+#[test]
+fn a_directory_that_is_removed_during_a_save_is_created_again_with_the_state_of_a_later_step() {
+    let (dir, summary, recorder) = act_beside_save(|out| fs::remove_dir_all(out).unwrap());
+    assert!(summary.failure.is_none(), "{:?}", summary.failure);
+    let warnings: Vec<_> = recorder.lines.iter().filter(|line| line.starts_with("warning: ")).collect();
+    assert!(warnings.len() == 2 && warnings[0].contains("out was removed during the run"), "{warnings:?}");
+    assert!(warnings[1].contains("metrics.jsonl was removed or replaced"), "{warnings:?}");
+    let saved = |step| checkpoint::verify(&dir.path().join(format!("out/checkpoint-{step}")));
+    assert!(saved(2).is_err() && saved(3).or(saved(4)).is_ok());
+    [4, 6, 7].into_iter().for_each(|step| drop(saved(step).unwrap()));
+}
+
+#[test]
+fn a_directory_that_is_moved_during_a_save_is_followed() {
+    let (dir, summary, recorder) = act_beside_save(|out| fs::rename(out, out.with_file_name("moved")).unwrap());
+    assert!(summary.failure.is_none(), "{:?}", summary.failure);
+    assert!(recorder.place("was moved during the run, which continues in") < recorder.place("moved/checkpoint-2"));
+    [2, 4, 6, 7].into_iter().for_each(|step| drop(checkpoint::verify(&dir.path().join(format!("moved/checkpoint-{step}"))).unwrap()));
+}
+
+#[test]
+fn a_link_that_takes_the_directorys_place_during_a_save_ends_the_run() {
+    let (dir, summary, _) = act_beside_save(|out| {
+        fs::remove_dir_all(out).unwrap();
+        fs::create_dir(out.with_file_name("elsewhere")).unwrap();
+        std::os::unix::fs::symlink("elsewhere", out).unwrap();
+    });
+    let failure = summary.failure.expect("a link leads nowhere").to_string();
+    assert!(failure.starts_with("create ") && failure.ends_with("out: File exists (os error 17)"), "{failure}");
+    assert_eq!(summary.lost[0], "steps 1 to 4, all since the start");
+    assert_eq!(fs::read_dir(dir.path().join("elsewhere")).unwrap().count(), 0);
+}
+
+#[test]
+fn old_checkpoints_are_removed_beside_steps() {
+    let dir = tempfile::tempdir().unwrap();
+    let (summary, recorder) = run(&Settings { save_total_limit: Some(1), ..slow(dir.path(), 7, 2) });
+    assert!(summary.failure.is_none() && recorder.lines.iter().all(|line| !line.starts_with("warning")), "{:?}", recorder.lines);
+    let names = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    assert_eq!(names.filter(|name| name.contains("checkpoint")).collect::<Vec<_>>(), ["checkpoint-7"]);
 }
 
 #[test]
@@ -187,13 +244,4 @@ fn a_save_that_fails_beside_steps_ends_the_run_and_leaves_the_checkpoint_before(
         assert!(names().all(|name| !name.starts_with('.') || !name.contains("checkpoint")), "{:?}", names().collect::<Vec<_>>());
         checkpoint::verify(&dir.path().join("checkpoint-2")).unwrap();
     }
-}
-
-#[test]
-fn the_time_of_a_save_and_of_the_wait_for_it_are_announced() {
-    let line = |copies, stops| super::describe_saves(20 << 30, (1u64 << 30) as f64, copies, stops);
-    let save = "a save of 20.0 GiB takes about 20.0 s, as the disk writes 1.0 GiB a second; ";
-    assert_eq!(line(0, true), format!("{save}training stops meanwhile"));
-    assert_eq!(line(15 << 30, false), format!("{save}15.0 GiB are for copies: training waits 5.0 s, less the time of a step"));
-    assert_eq!(line(25 << 30, false), format!("{save}training goes on meanwhile"));
 }
