@@ -6,9 +6,9 @@ use crate::bench::options::StepOptions;
 use crate::bench::record::RecordFile;
 use crate::bench::simulate::{Simulation, profile};
 use crate::bench::step::StepBench;
-use crate::checkpoint;
 use crate::checkpoint::digest::digest_checkpoint;
 use crate::checkpoint::export::{MAX_SHARD_BYTES, Options, export_best, export_checkpoint};
+use crate::checkpoint::{self, Check};
 use crate::config::aliases;
 use crate::config::foreign;
 use crate::config::settings::{Settings, TrainOptions};
@@ -162,7 +162,8 @@ const CONFIGURATION: ResultKind =
 /// # Errors
 /// `Format` when `dir` holds no intact checkpoint; `Usage` for a flag that names another directory.
 pub fn resume(dir: &Path, flags: TrainOptions) -> Result<TrainOptions> {
-    RecordedRun::open(dir)?.resumed(flags)
+    // The run itself checks the state.
+    RecordedRun::open(dir, Check::WhenRead)?.resumed(flags)
 }
 
 /// Samples the model of a run after each prompt of `options`. The result prints the texts, each after its prompt if there are several.
@@ -239,10 +240,10 @@ pub fn superchip_check(options: &SuperchipOptions, calls: SuperchipCalls<'_>) ->
     superchip::run(options, calls)
 }
 
-/// Reports the hardware of this machine, and settings that affect performance.
-pub fn doctor() -> impl Display + Serialize {
+/// Reports the hardware of this machine, settings that affect performance, and the rate of the disk of `output_dir`.
+pub fn doctor(output_dir: Option<&Path>) -> impl Display + Serialize + use<> {
     let topology = Topology::this_machine();
-    let probes = Probes::this_machine(&topology);
+    let probes = Probes::this_machine(&topology, output_dir);
     DoctorReport::new(&topology, &Isa::detect().to_string(), &probes, Path::new("/sys/fs/resctrl"))
 }
 
@@ -252,7 +253,7 @@ pub fn doctor() -> impl Display + Serialize {
 /// # Errors
 /// `Format` if there is no good checkpoint; `Io` if it cannot be read.
 pub fn digest(dir: &Path, log: &mut dyn FnMut(&dyn Display)) -> Result<(PathBuf, String)> {
-    let (checkpoint, warnings) = checkpoint::find(dir)?;
+    let (checkpoint, warnings) = checkpoint::find(dir, Check::Now)?;
     for line in &warnings {
         log(&format_args!("warning: {line}"));
     }

@@ -3,6 +3,7 @@
 //! Everything that changes the disk goes through `attempt`, where tests make the n-th operation fail.
 
 mod dir;
+mod direct_read;
 mod lock;
 mod moves;
 mod nearest;
@@ -13,6 +14,7 @@ mod records;
 mod result_file;
 
 pub(crate) use dir::{Dir, FileKind, TmpDir};
+pub(crate) use direct_read::AlignedBytes;
 pub(crate) use lock::{Lock, try_lock};
 pub(crate) use nearest::{did_you_mean, named_by};
 pub(crate) use out_file::{FileId, OutFile};

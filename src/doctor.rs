@@ -1,5 +1,6 @@
 //! `superoffload doctor`: prints hardware and settings that affect performance, one fact a line, and advice.
 
+pub(crate) mod disk;
 pub(crate) mod gpu;
 pub(crate) mod products;
 
@@ -15,6 +16,7 @@ use crate::host::memory_policy::MemoryPolicy;
 use crate::host::perf::{WorkerCounters, WorkerCounts};
 use crate::host::wakeup::WakeUp;
 use crate::units::{Bytes, counted};
+use disk::DiskRates;
 use gpu::GpuReport;
 use products::ModelProducts;
 use serde::Serialize;
@@ -35,16 +37,19 @@ pub(crate) struct Probes {
     pub wake_up: Result<WakeUp>,
     /// Performance counters that are available for a thread.
     pub counters: Result<WorkerCounts>,
+    /// The rates of a directory for saves, if one was named.
+    pub disk: Option<Result<DiskRates>>,
 }
 
 impl Probes {
-    /// Runs all probes on this machine; `topology` lists its CPUs. This takes about a second.
-    pub(crate) fn this_machine(topology: &Topology) -> Self {
+    /// Runs all probes on this machine, and measures the disk of `output_dir`; `topology` lists its CPUs. This takes about a second.
+    pub(crate) fn this_machine(topology: &Topology, output_dir: Option<&Path>) -> Self {
         let workers = workers(topology);
         let wake_up = WakeUp::measure(workers, CpuPlacement::on(topology, workers));
         let gpu = GpuReport::this_machine();
         let products = if gpu.usable.is_ok() { products::of_presets() } else { Ok(Vec::new()) };
-        Self { gpu, products, wake_up, counters: WorkerCounters::of_this_thread().read() }
+        let counters = WorkerCounters::of_this_thread().read();
+        Self { gpu, products, wake_up, counters, disk: output_dir.map(DiskRates::measure) }
     }
 }
 
@@ -140,6 +145,7 @@ fn facts(topology: &Topology, isa: &str, probes: &Probes, partitions: &Partition
     }
     let rates_from = gpu.facts.as_ref().map(|gpu| SelectedProfile::of(Path::new(AUTO), Ok(MachineId::of(topology, gpu)), 1));
     facts.extend(rates_from.ok().map(|rates_from| ("rates", or_error(&rates_from, ToString::to_string))));
+    facts.extend(probes.disk.as_ref().map(|rates| ("disk", or_error(rates, ToString::to_string))));
     facts.push(("kernel", or_unknown(topology.kernel.as_deref()).to_owned()));
     facts
 }
@@ -428,6 +434,7 @@ mod tests {
             products: Ok(Vec::new()),
             wake_up: Ok(WakeUp { workers: 6, spinning: latency, parked: latency }),
             counters: Ok(counters),
+            disk: None,
         }
     }
 

@@ -48,6 +48,9 @@ enum CliCommand {
         /// Print a JSON line instead of text.
         #[arg(long)]
         json: bool,
+        /// Measure how fast saves write into this directory, too.
+        #[arg(long, value_name = "DIR")]
+        output_dir: Option<PathBuf>,
     },
     /// Test kernels, training and failures on the devices of this machine; please send the output for a GPU that is not yet measured.
     Selftest {
@@ -264,8 +267,8 @@ fn run(command: CliCommand) -> Result<i32> {
         CliCommand::Sample(options) => answer(commands::sample(&options)?)?,
         CliCommand::Export(options) => answer(superoffload::export(&options, &mut |line| remark(line))?)?,
         CliCommand::Digest { dir } => run_digest(&dir)?,
-        CliCommand::Doctor { json: is_json } => {
-            let found = commands::doctor();
+        CliCommand::Doctor { json: is_json, output_dir } => {
+            let found = commands::doctor(output_dir.as_deref());
             if is_json { answer_json(&found)? } else { answer(found)? }
         }
         CliCommand::Selftest { json: is_json, request } => return run_selftest(is_json, &request),

@@ -407,6 +407,10 @@ fn doctor_prints_the_same_facts_in_json() {
     let text = run(&mut program(&["doctor"])).stdout;
     assert!(facts.iter().all(|name| text.contains(&format!("\n{name}:")) || text.starts_with(name)), "{text}");
     assert!(found["advice"].is_array() && found["machine"]["usable_cpus"].is_u64(), "{found}");
+    let dir = tempfile::tempdir().unwrap();
+    let rates = run(program(&["doctor", "--output-dir"]).arg(dir.path())).stdout;
+    let line = rates.lines().find(|line| line.starts_with("disk: ")).unwrap_or_else(|| panic!("{rates}"));
+    assert!(line.contains(dir.path().to_str().unwrap()) && line.contains("(1), ") && line.contains("(4) a second"), "{line}");
 }
 
 #[test]

@@ -75,8 +75,9 @@ pub(crate) fn for_each_piece<D: Kernels>(
 pub(crate) fn restore<D: Kernels>(engine: &mut Engine<D>, loaded: &Loaded, piece_elems: usize) -> Result<()> {
     let specs = engine.table().specs().to_vec();
     loaded.expect_tensors(specs.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
-    loaded.for_each_piece(piece_elems, Loaded::read_state, |nth, part, start, elems| {
-        engine.write_state(part, specs[nth].offset_elems + start, elems)
+    let grain = engine.plan().optimizer().arrays().unit_elems();
+    loaded.for_each_piece((piece_elems, grain), Loaded::read_state, |piece, elems| {
+        engine.write_state(piece.part, specs[piece.tensor].offset_elems + piece.elems.start, elems)
     })
 }
 

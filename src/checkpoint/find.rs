@@ -1,19 +1,20 @@
 //! The checkpoint that a person means.
 
-use super::{is_called_checkpoint, is_checkpoint, newest_by, newest_good};
+use super::{Check, is_called_checkpoint, is_checkpoint, newest_by, newest_good};
 use crate::disk::did_you_mean;
 use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 
-/// `dir`, if it is a checkpoint; otherwise the newest good one in it, as an output directory. With a line for each that was passed over.
+/// `dir`, if it is a checkpoint; otherwise the newest one in it, as an output directory, that passes `check`. With a line for each that was
+/// passed over.
 ///
 /// # Errors
 /// `Format` when `dir` holds no good checkpoint; `Io` when it cannot be read.
-pub(crate) fn find(dir: &Path) -> Result<(PathBuf, Vec<String>)> {
+pub(crate) fn find(dir: &Path, check: Check) -> Result<(PathBuf, Vec<String>)> {
     if is_checkpoint(dir) {
         return Ok((dir.to_path_buf(), vec![]));
     }
-    let newest = newest_good(dir)?;
+    let newest = newest_good(dir, check)?;
     match newest.found {
         Some((path, _)) => Ok((path, newest.warnings)),
         // A directory named like a checkpoint without a manifest is damaged: opening it reports that.

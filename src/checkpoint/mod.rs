@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A checkpoint is written beside (`.checkpoint-120.tmp-<pid>`), synced and renamed, so that `checkpoint-120` is whole
-//! or absent. Every byte of it is under a CRC32C, and [`verify`] reads all of them before anything is restored.
+//! or absent. Every byte of it is under a CRC32C, which is compared when the byte is read; [`verify`] reads all bytes.
 
 pub(crate) mod background;
 pub(crate) mod best;
@@ -27,6 +27,7 @@ mod owned;
 mod part_files;
 pub(crate) mod parts;
 mod placed_state;
+mod portions;
 mod read_ahead;
 mod reader;
 mod save_rate;
@@ -44,16 +45,19 @@ pub(crate) use disk_rate::disk_rate;
 pub(crate) use find::find;
 pub(crate) use format::{SavedLossScale, Scheduler, TrainerState};
 pub(crate) use owned::{BEING_REMOVED, BEING_REPLACED, BEING_WRITTEN, CHECKPOINT};
-pub(crate) use reader::Loaded;
+pub(crate) use reader::{Check, Loaded};
 pub use reader::{open, verify};
 pub(crate) use save_rate::SaveRate;
 pub(crate) use store::clean;
 use store::is_called_checkpoint;
 use store::newest_by;
-pub(crate) use store::{RetainedCheckpoints, is_checkpoint, newest_good};
+pub(crate) use store::{RetainedCheckpoints, is_checkpoint, is_state_damage, newest_good};
 pub(crate) use validate::STEPS_MAX;
 pub(crate) use writer::{Saved, Writer, checkpoint_bytes};
+pub(crate) use writers::WRITERS;
 
+#[cfg(test)]
+mod check_tests;
 #[cfg(test)]
 mod store_tests;
 #[cfg(test)]

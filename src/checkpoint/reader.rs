@@ -2,6 +2,7 @@
 
 use super::format::{FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry};
 use super::part_files::{PartFiles, start_of};
+use super::portions::{Portion, StatePiece, portions};
 use super::read_ahead::{self, PIECES, READERS};
 use super::state_file::{StateFile, open_sized};
 use crate::error::{Error, Result};
@@ -9,7 +10,6 @@ use crate::model::shape::ModelShape;
 use crate::model::tensors::HEAD;
 use crate::model_dir::CONFIG;
 use crate::optim::PIECE_ELEMS;
-use crate::optim::int8::whole_groups;
 use crate::optim::state_array::StatePart;
 use std::path::{Path, PathBuf};
 
@@ -47,13 +47,33 @@ pub fn open(dir: &Path) -> Result<Loaded> {
 /// # Errors
 /// The first thing that is wrong, with the file and the place.
 pub fn verify(dir: &Path) -> Result<Manifest> {
-    let loaded = open(dir)?;
-    loaded.manifest.files.iter().try_for_each(|entry| read_file(&dir.join(MODEL).join(&entry.name), entry).map(drop))?;
-    match &loaded.state {
-        StateSource::Whole(file) => file.for_each_chunk(|_| ())?,
-        StateSource::Parts(files) => files.verify()?,
+    Check::Now.open(dir).map(|loaded| loaded.manifest)
+}
+
+/// When the state of a checkpoint is compared with its checksums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Check {
+    /// All of it, before anything is used.
+    Now,
+    /// Each chunk when it is read.
+    WhenRead,
+}
+
+impl Check {
+    /// Opens the checkpoint in `dir`. The files of its model are compared with their checksums in any case.
+    ///
+    /// # Errors
+    /// The first thing that is wrong, with the file and the place.
+    pub(crate) fn open(self, dir: &Path) -> Result<Loaded> {
+        let loaded = open(dir)?;
+        loaded.manifest.files.iter().try_for_each(|entry| read_file(&dir.join(MODEL).join(&entry.name), entry).map(drop))?;
+        match (self, &loaded.state) {
+            (Self::WhenRead, _) => {}
+            (Self::Now, StateSource::Whole(file)) => file.for_each_chunk(|_| ())?,
+            (Self::Now, StateSource::Parts(files)) => files.verify()?,
+        }
+        Ok(loaded)
     }
-    Ok(loaded.manifest)
 }
 
 impl Loaded {
@@ -120,16 +140,23 @@ impl Loaded {
         }
     }
 
-    /// Reads one tensor's parameters only.
+    /// Reads one tensor's parameters only. Several threads read a large tensor.
     ///
     /// # Errors
     /// As [`Loaded::read_elems`], and another length than the tensor's.
     pub fn read_params(&mut self, name: &str, params: &mut [f32]) -> Result<()> {
-        let elems = self.entry(name)?.1.elems;
+        let (nth, &TensorEntry { elems, .. }) = self.entry(name)?;
         if params.len() as u64 != elems {
             return Err(Error::format(self.state_path(), format_args!("tensor {name} has {elems} elements, expected {}", params.len())));
         }
-        self.read_elems(name, StatePart::PARAMS, 0, params)
+        if params.len() < PIECE_ELEMS / PIECES {
+            return self.read_elems(name, StatePart::PARAMS, 0, params);
+        }
+        let array = [(nth, StatePart::PARAMS)].into_iter();
+        self.read_portions(&portions(&self.manifest, array, (PIECE_ELEMS / PIECES, 1)), Self::read_elems, |piece, elems| {
+            params[piece.elems.clone()].copy_from_slice(elems);
+            Ok(())
+        })
     }
 
     /// The files of `model/`: name and content, verified.
@@ -178,40 +205,54 @@ impl Loaded {
             return file.for_each_chunk(visit);
         }
         let arrays = self.manifest.arrays();
-        self.for_each_piece(PIECE_ELEMS, Self::read_elems, |_, part, _, elems| {
-            arrays[part].stored(elems, |bytes| {
+        self.for_each_piece((PIECE_ELEMS, 1), Self::read_elems, |piece, elems| {
+            arrays[piece.part].stored(elems, |bytes| {
                 visit(bytes);
                 Ok(())
             })
         })
     }
 
-    /// Reads the state in canonical order by `read`, with several threads that together hold at most `piece_elems` elements. `take` gets the
-    /// number of a tensor, a part of its state, the first element and the elements.
+    /// Reads the state in canonical order by `read`, with several threads that together hold at most `piece_elems` elements. `take` gets
+    /// each piece with its elements. Pieces end at multiples of `grain` elements, or with their tensor.
     ///
     /// # Errors
     /// The first error in canonical order, of `read` or of `take`; `Resource` when no thread can be started.
     pub(super) fn for_each_piece(
         &self,
-        piece_elems: usize,
+        (piece_elems, grain): (usize, usize),
         read: impl Fn(&mut Self, &str, StatePart, usize, &mut [f32]) -> Result<()> + Sync,
-        mut take: impl FnMut(usize, StatePart, usize, &[f32]) -> Result<()>,
+        take: impl FnMut(&StatePiece, &[f32]) -> Result<()>,
     ) -> Result<()> {
-        let (arrays, tensors, each) = (self.manifest.arrays(), &self.manifest.tensors, whole_groups(piece_elems / PIECES));
-        let of = |(nth, tensor): (usize, &TensorEntry)| {
-            let elems = tensor.elems as usize;
-            arrays.parts().flat_map(move |part| (0..elems).step_by(each).map(move |start| (nth, part, start..elems.min(start + each))))
-        };
-        let pieces: Vec<_> = tensors.iter().enumerate().flat_map(of).collect();
+        let list = self.manifest.arrays();
+        let arrays = (0..self.manifest.tensors.len()).flat_map(|nth| list.parts().map(move |part| (nth, part)));
+        self.read_portions(&portions(&self.manifest, arrays, (piece_elems / PIECES, grain)), read, take)
+    }
+
+    fn read_portions(
+        &self,
+        portions: &[Portion],
+        read: impl Fn(&mut Self, &str, StatePart, usize, &mut [f32]) -> Result<()> + Sync,
+        mut take: impl FnMut(&StatePiece, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        let tensors = &self.manifest.tensors;
         let readers = (0..READERS).map(|_| self.reopened()).collect::<Result<Vec<_>>>()?;
-        let fill = |loaded: &mut Self, piece: usize, elems: &mut Vec<f32>| {
-            let (nth, part, range) = &pieces[piece];
-            elems.resize(range.len(), 0.0);
-            read(loaded, &tensors[*nth].name, *part, range.start, elems)
+        let fill = |loaded: &mut Self, nth: usize, elems: &mut Vec<f32>| {
+            let Portion { pieces, elems: all, .. } = &portions[nth];
+            elems.resize(*all, 0.0);
+            let mut rest = &mut elems[..];
+            pieces.iter().try_for_each(|piece| {
+                let out = rest.split_off_mut(..piece.elems.len()).expect("elements of all pieces");
+                read(loaded, &tensors[piece.tensor].name, piece.part, piece.elems.start, out)
+            })
         };
-        read_ahead::in_order(readers, pieces.len(), fill, |piece, elems| {
-            let (nth, part, range) = &pieces[piece];
-            take(*nth, *part, range.start, elems)
+        read_ahead::in_order(readers, portions.len(), fill, |nth, elems| {
+            let mut rest = &elems[..];
+            portions[nth].pieces.iter().try_for_each(|piece| {
+                let (of_piece, others) = rest.split_at(piece.elems.len());
+                rest = others;
+                take(piece, of_piece)
+            })
         })
     }
 }

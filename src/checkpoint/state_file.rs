@@ -2,7 +2,7 @@
 
 use super::format::CHUNK_BYTES;
 use super::read_ahead::{self, READERS};
-use crate::disk::InFile;
+use crate::disk::{AlignedBytes, InFile};
 use crate::error::{Error, Result};
 use std::mem;
 use std::path::Path;
@@ -14,20 +14,20 @@ pub(super) struct StateFile {
     bytes: u64,
     crc32c: Arc<[u32]>,
     /// Content of `current`, the chunk read last.
-    chunk: Vec<u8>,
+    chunk: AlignedBytes,
     current: Option<usize>,
 }
 
 impl StateFile {
     /// The file at `path`, of `bytes` bytes, in chunks with these checksums.
     pub(super) fn open(path: &Path, bytes: u64, crc32c: Vec<u32>) -> Result<Self> {
-        Ok(Self { file: open_sized(path, bytes)?, bytes, crc32c: crc32c.into(), chunk: Vec::new(), current: None })
+        Ok(Self { file: open_sized(path, bytes)?.direct(), bytes, crc32c: crc32c.into(), chunk: AlignedBytes::default(), current: None })
     }
 
     /// This file, opened again for another thread.
     pub(super) fn reopened(&self) -> Result<Self> {
-        let file = open_sized(self.path(), self.bytes)?;
-        Ok(Self { file, bytes: self.bytes, crc32c: self.crc32c.clone(), chunk: Vec::new(), current: None })
+        let file = open_sized(self.path(), self.bytes)?.direct();
+        Ok(Self { file, bytes: self.bytes, crc32c: self.crc32c.clone(), chunk: AlignedBytes::default(), current: None })
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -37,9 +37,9 @@ impl StateFile {
     /// Gives every chunk to `visit`, in order, checked. Several threads read.
     pub(super) fn for_each_chunk(&self, mut visit: impl FnMut(&[u8])) -> Result<()> {
         let readers = (0..READERS).map(|_| self.reopened()).collect::<Result<Vec<_>>>()?;
-        let read = |file: &mut Self, idx, chunk: &mut Vec<u8>| file.read_chunk(idx, chunk);
+        let read = |file: &mut Self, idx, chunk: &mut AlignedBytes| file.read_chunk(idx, chunk);
         read_ahead::in_order(readers, self.crc32c.len(), read, |_, chunk| {
-            visit(chunk);
+            visit(chunk.as_slice());
             Ok(())
         })
     }
@@ -66,16 +66,15 @@ impl StateFile {
             read?;
             self.current = Some(idx);
         }
-        Ok(&self.chunk)
+        Ok(self.chunk.as_slice())
     }
 
     /// Reads a chunk and compares its checksum.
-    fn read_chunk(&self, idx: usize, chunk: &mut Vec<u8>) -> Result<()> {
+    fn read_chunk(&self, idx: usize, chunk: &mut AlignedBytes) -> Result<()> {
         let start = idx as u64 * CHUNK_BYTES as u64;
         let bytes = (self.bytes - start).min(CHUNK_BYTES as u64) as usize;
-        chunk.resize(bytes, 0);
-        self.file.read_at(start, chunk)?;
-        if crc32c::crc32c(chunk) == self.crc32c[idx] {
+        self.file.read_direct(start, bytes, chunk)?;
+        if crc32c::crc32c(chunk.as_slice()) == self.crc32c[idx] {
             return Ok(());
         }
         let cause = format_args!("damaged: the checksum of bytes {start}..{} differs", start + bytes as u64);

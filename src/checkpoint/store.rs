@@ -5,9 +5,10 @@
 //! writes here owns the directory, so that a hidden checkpoint that it did not make belongs to a dead run, whatever its id. Content with
 //! such a name that is no checkpoint (see [`super::owned`]) is foreign: it is neither removed nor replaced.
 
-use super::format::{MANIFEST, Manifest};
+use super::format::{MANIFEST, STATE};
 use super::owned::{self, CHECKPOINT, published};
-use super::reader;
+use super::reader::{self, Check, Loaded};
+use super::state_parts::is_file_name;
 use super::written::Written;
 use crate::disk::{Dir, TmpDir, canonical};
 use crate::error::{Error, Result};
@@ -227,19 +228,19 @@ pub(crate) fn is_checkpoint(dir: &Path) -> bool {
 
 /// The newest checkpoint that passed a check.
 #[derive(Debug)]
-pub(crate) struct Newest<T = Manifest> {
+pub(crate) struct Newest<T> {
     /// The checkpoint's directory and the result of the check; `None` if there is no checkpoint, or all are damaged.
     pub found: Option<(PathBuf, T)>,
     /// A line for each newer one that is damaged: the file and its defect. Empty with nothing found: there is none.
     pub warnings: Vec<String>,
 }
 
-/// The newest checkpoint in `output_dir` with all bytes verified. Reads only; changes nothing.
+/// The newest checkpoint in `output_dir` that passes `check`. Reads only; changes nothing.
 ///
 /// # Errors
 /// Errors of [`newest_by`].
-pub(crate) fn newest_good(output_dir: &Path) -> Result<Newest> {
-    newest_by(output_dir, |path| Ok(reader::verify(path)))
+pub(crate) fn newest_good(output_dir: &Path, check: Check) -> Result<Newest<Loaded>> {
+    newest_by(output_dir, |path| Ok(check.open(path)))
 }
 
 /// The newest checkpoint in `output_dir` that passes `check`; goes through all, highest step first. The inner error of `check` is a fault of
@@ -289,6 +290,13 @@ pub(super) fn is_damage(error: &Error) -> bool {
         },
         _ => false,
     }
+}
+
+/// Whether `error` names damage in a file of state.
+pub(crate) fn is_state_damage(error: &Error) -> bool {
+    let (Error::Format { path, .. } | Error::Io { path, .. }) = error else { return false };
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    is_damage(error) && (name == STATE || is_file_name(name))
 }
 
 /// Checks that the checkpoint opens and that its manifest has the step of its name.

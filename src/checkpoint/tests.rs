@@ -1,5 +1,5 @@
 use super::format::{CHUNK_BYTES, MANIFEST, MODEL, Manifest, STATE};
-use super::store::is_damage;
+use super::store::{Newest, is_damage};
 use super::writer::Saved;
 use super::*;
 use crate::checkpoint::SaveRate;
@@ -124,6 +124,11 @@ pub(super) fn read_back(dir: &Path, wanted: &[Tensor]) -> crate::error::Result<b
         }
     }
     Ok(same)
+}
+
+/// The newest checkpoint in `dir` of which all bytes are good.
+fn newest_good(dir: &Path) -> Result<Newest<Manifest>> {
+    newest_by(dir, |path| Ok(verify(path)))
 }
 
 pub(super) fn newest_step(dir: &Path) -> Option<u64> {

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
 /// Threads of a file. Disks serve several writes faster than one, and each thread computes checksums while other threads wait for the disk.
-pub(super) const WRITERS: usize = 4;
+pub(crate) const WRITERS: usize = 4;
 /// Pieces of a file that exist at once: each thread writes one, and others are filled meanwhile.
 const PIECES: usize = WRITERS + 2;
 /// A piece ends at a multiple of this offset in the file.

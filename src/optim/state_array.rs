@@ -80,6 +80,12 @@ impl StateArray {
         elems.div_ceil(unit_elems) * unit_bytes
     }
 
+    /// Elements of the fewest whole units that take at least `bytes` bytes.
+    pub(crate) const fn elems_of(&self, bytes: usize) -> usize {
+        let (unit_elems, unit_bytes) = self.unit();
+        bytes.div_ceil(unit_bytes) * unit_elems
+    }
+
     /// Number of values of [`StateArray::dtype`] in which `elems` parameters are stored.
     pub(crate) const fn stored_values(&self, elems: usize) -> usize {
         self.bytes(elems) / self.dtype.bytes()

@@ -31,6 +31,7 @@ struct MetricsRecord {
     exposed_cpu_ms: Option<f64>,
     exposed_transfer_ms: Option<f64>,
     exposed_peer_ms: Option<f64>,
+    save_wait_ms: Option<f64>,
     expert_largest_over_mean: Option<f64>,
     expert_unused_share: Option<f64>,
     rss_bytes: Option<u64>,
@@ -86,6 +87,7 @@ pub(super) struct HistoryCurves {
     pub(super) learning_rate: StepCurve,
     pub(super) tokens_per_second: StepCurve,
     pub(super) step_ms: StepCurve,
+    pub(super) save_wait_ms: StepCurve,
     /// Totals after each step: trained tokens, and milliseconds in steps.
     pub(super) tokens_by_step: StepCurve,
     pub(super) ms_by_step: StepCurve,
@@ -218,6 +220,7 @@ impl History {
         self.rss_bytes = rss_bytes.unwrap_or(self.rss_bytes);
         self.memory = record.memory.or(self.memory.take());
         self.draw(x, loss, [record.grad_norm, record.learning_rate, record.tokens_per_second, record.step_ms]);
+        self.curves.save_wait_ms.push(x, record.save_wait_ms.unwrap_or(f64::NAN));
         self.curves.tokens_by_step.push(x, self.tokens);
         self.curves.ms_by_step.push(x, self.total_ms);
         self.curves.expert_largest.push(x, record.expert_largest_over_mean.unwrap_or(f64::NAN));
@@ -294,6 +297,12 @@ mod tests {
         let all = history("{\"step\":1}\n{\"step\":2,\"expert_largest_over_mean\":2.5,\"expert_unused_share\":0.25}\n");
         let points = |curve: &StepCurve| curve.points().collect::<Vec<_>>();
         assert_eq!((points(&all.curves.expert_largest), points(&all.curves.expert_unused)), (vec![(2.0, 2.5)], vec![(2.0, 25.0)]));
+    }
+
+    #[test]
+    fn waits_for_saves_are_drawn_where_a_line_has_them() {
+        let all = history("{\"step\":1}\n{\"step\":2,\"save_wait_ms\":12.5}\n{\"step\":3,\"save_wait_ms\":0}\n");
+        assert_eq!(all.curves.save_wait_ms.points().collect::<Vec<_>>(), [(2.0, 12.5), (3.0, 0.0)]);
     }
 
     #[test]

@@ -31,6 +31,7 @@ pub(super) fn page(runs: &[PastRun]) -> String {
         section("Loss", &format!("{}<div class=\"tall\">{}</div>{}", controls(runs), loss(runs), loss_notes(runs))),
         section("Learning rate and gradient norm", &pair(learning_rate(runs), grad_norm(runs))),
         section("Speed", &pair(speed(runs), step_time(runs))),
+        save_waits(runs),
         experts(runs),
         section("Where the time of a step goes", &each(runs, step_time_bar)),
         section("Memory", &each(runs, memory)),
@@ -218,6 +219,16 @@ fn speed(runs: &[PastRun]) -> String {
 
 fn step_time(runs: &[PastRun]) -> String {
     draw(runs, "Step time", "milliseconds, from step to step", ValueAxis::FromZero, |history| &history.curves.step_ms)
+}
+
+/// The section about waits for saves. Empty if no run waited.
+fn save_waits(runs: &[PastRun]) -> String {
+    let has_waits = |run: &PastRun| run.history.curves.save_wait_ms.range().is_some_and(|(_, longest)| longest > 0.0);
+    if !runs.iter().any(has_waits) {
+        return String::new();
+    }
+    let caption = "milliseconds of a step in which training waited for a checkpoint to be written";
+    section("Waits for saves", &draw(runs, "Wait for a save", caption, ValueAxis::FromZero, |history| &history.curves.save_wait_ms))
 }
 
 /// The section about load of experts. Empty if no run has experts.

@@ -41,6 +41,7 @@ pub(crate) mod text;
 pub(crate) mod trained_rows;
 
 use crate::checkpoint::parts::SharedFolderMarker;
+use crate::checkpoint::{Check, is_state_damage};
 use crate::config::options::InitChoice;
 use crate::config::settings::Settings;
 use crate::device::Kernels;
@@ -94,11 +95,30 @@ fn lead(settings: &Settings, process_group: Option<&ProcessGroup>, stop: &StopFl
     Ok(summary)
 }
 
-/// The run, without the messages around it.
+/// The run, without the messages around it. A run of one process checks the state that it goes on from while it loads it. If that is
+/// damaged, it begins again with a check of all checkpoints, which names the damaged ones and finds the newest good one.
 fn train_alone(settings: &Settings, process_group: Option<&ProcessGroup>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
+    if process_group.is_some() || settings.dry_run {
+        return train_checked(settings, (process_group, Check::Now), stop, observer);
+    }
+    match train_checked(settings, (None, Check::WhenRead), stop, observer) {
+        Err(error) if settings.resume_from_checkpoint.is_some() && is_state_damage(&error) => {
+            train_checked(settings, (None, Check::Now), stop, observer)
+        }
+        ended => ended,
+    }
+}
+
+/// The run, which goes on from a checkpoint that passes `check`.
+fn train_checked(
+    settings: &Settings,
+    (process_group, check): (Option<&ProcessGroup>, Check),
+    stop: &StopFlag,
+    observer: &mut dyn Observer,
+) -> Result<Summary> {
     let run_dir = (!settings.dry_run).then(|| RunDir::open(settings, observer)).transpose()?;
     let (launcher, settings) = process_group.map_or_else(|| Launcher::new(settings), |process_group| process_group.launcher(settings))?;
-    let prepared = setup::prepare(&settings, &launcher, run_dir.as_ref(), stop, observer)?;
+    let prepared = setup::prepare(&settings, &launcher, (run_dir.as_ref(), check), stop, observer)?;
     let Some(run_dir) = run_dir else {
         prepared.log(observer);
         return Ok(Summary { is_dry: true, ..Summary::default() });

@@ -1,7 +1,7 @@
 //! The record of a run as options: `resume` and `sample` need its directory and nothing else.
 
 use super::identity::DIRECTORY;
-use crate::checkpoint::{self, Loaded, is_checkpoint};
+use crate::checkpoint::{self, Check, Loaded, is_checkpoint};
 use crate::config::options::Resume;
 use crate::config::settings::{KEYS, Settings, TrainOptions};
 use crate::describe;
@@ -32,12 +32,13 @@ pub(crate) struct RecordedRun {
 }
 
 impl RecordedRun {
-    /// The run in `dir`, an output directory or a checkpoint in it. Damaged checkpoints are named by the run that passes over them.
+    /// The run in `dir`, an output directory or a checkpoint in it that passes `check`. Damaged checkpoints are named by the run that passes
+    /// over them.
     ///
     /// # Errors
     /// `Format` when `dir` holds no good checkpoint; `Io` when it cannot be read.
-    pub(crate) fn open(dir: &Path) -> Result<Self> {
-        let (path, _) = checkpoint::find(dir)?;
+    pub(crate) fn open(dir: &Path, check: Check) -> Result<Self> {
+        let (path, _) = checkpoint::find(dir, check)?;
         let output_dir = (!is_checkpoint(dir)).then(|| dir.to_path_buf());
         Ok(Self { loaded: checkpoint::open(&path)?, output_dir })
     }

@@ -4,7 +4,7 @@ use super::identity::{self, Run, brief};
 use super::observer::Observer;
 use super::packing;
 use super::session::SavedPosition;
-use crate::checkpoint::{self, Loaded, STEPS_MAX, engine_state};
+use crate::checkpoint::{self, Check, Loaded, STEPS_MAX, engine_state};
 use crate::config::options::Resume;
 use crate::config::settings::{OnResume, Settings};
 use crate::data::loader::DataPosition;
@@ -22,13 +22,14 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::path::Path;
 
-/// The checkpoint to go on from; `None`: from the start.
+/// The checkpoint to go on from, which passes `check`; `None`: from the start.
 ///
 /// # Errors
 /// `Usage` for a path that is no directory; the errors of the named checkpoint, or of all that `auto` finds.
-pub(super) fn find(settings: &Settings, output_dir: &Path, observer: &mut dyn Observer) -> Result<Option<Loaded>> {
-    let dir = match &settings.resume_from_checkpoint {
-        None => return Ok(None),
+pub(super) fn find(settings: &Settings, check: Check, observer: &mut dyn Observer) -> Result<Option<Loaded>> {
+    let output_dir = &settings.output_dir;
+    match &settings.resume_from_checkpoint {
+        None => Ok(None),
         Some(Resume::Dir(dir)) => {
             if !checkpoint::is_checkpoint(dir) {
                 let dir = dir.display();
@@ -36,22 +37,20 @@ pub(super) fn find(settings: &Settings, output_dir: &Path, observer: &mut dyn Ob
                     "--resume-from-checkpoint {dir}: not a checkpoint; name {dir}/checkpoint-<step>, or use auto"
                 )));
             }
-            checkpoint::verify(dir)?;
-            dir.clone()
+            check.open(dir).map(Some)
         }
         Some(Resume::Auto) => {
-            let newest = checkpoint::newest_good(output_dir)?;
+            let newest = checkpoint::newest_good(output_dir, check)?;
             match newest.found {
-                Some((dir, _)) => {
+                Some((_, loaded)) => {
                     newest.warnings.iter().for_each(|line| observer.warn(line));
-                    dir
+                    Ok(Some(loaded))
                 }
-                None if newest.warnings.is_empty() => return Ok(None),
-                None => return Err(all_damaged(output_dir, &newest.warnings)),
+                None if newest.warnings.is_empty() => Ok(None),
+                None => Err(all_damaged(output_dir, &newest.warnings)),
             }
         }
-    };
-    checkpoint::open(&dir).map(Some)
+    }
 }
 
 /// Refuses a run without the model or the data that the checkpoint was made with: it would read the built-in ones instead.

@@ -3,7 +3,7 @@
 use super::record::RecordedRun;
 use super::sampling::{Sampling, TextSampler};
 use super::text;
-use crate::checkpoint::{Loaded, engine_state};
+use crate::checkpoint::{Check, Loaded, engine_state};
 use crate::config::options::{DeviceChoice, ReplanChoice, TokenizerChoice};
 use crate::config::settings::{Settings, TrainOptions};
 use crate::data::encode::prompt;
@@ -82,7 +82,7 @@ impl SampleOptions {
 /// `Usage` for invalid options; errors of the checkpoint and of the device; `Interrupted`.
 pub(crate) fn sample(options: &SampleOptions, stop: &StopFlag) -> Result<Vec<String>> {
     let sampling = options.sampling()?;
-    let run = RecordedRun::open(&options.run)?;
+    let run = RecordedRun::open(&options.run, Check::Now)?;
     let flags = TrainOptions { device: options.device, threads: options.threads, ..TrainOptions::default() };
     let settings = Settings::resolve(run.options(flags)?)?;
     let dir = run.loaded.model_dir();

@@ -2,7 +2,7 @@
 
 use super::extent::RunExtent;
 use super::run_dir::RunDir;
-use crate::checkpoint::disk_rate;
+use crate::checkpoint::{WRITERS, disk_rate};
 use crate::config::settings::Settings;
 use crate::error::Result;
 use crate::planner::plan::Plan;
@@ -23,7 +23,7 @@ pub(super) fn describe_save_times(run_dir: &RunDir, settings: &Settings, plan: &
         return Ok(String::new());
     }
     let limit = settings.save_rate.map_or(f64::INFINITY, |limit| limit.0 as f64);
-    let rate = disk_rate(run_dir.dir())?.min(limit);
+    let rate = disk_rate(run_dir.dir(), WRITERS)?.min(limit);
     let stops = plan.site.save_memory == SaveMemory::Off || plan.save_obstacle().is_some();
     Ok(format!("; {}", save_time(bytes, rate, (!stops).then(|| plan.save_copy_bytes()))))
 }

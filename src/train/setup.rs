@@ -12,7 +12,7 @@ use super::session::{CheckpointContents, Session};
 use super::{identity, model_files, overview, packing, previous_run, resume, resume_numerics, text, trained_rows};
 use crate::checkpoint::carried::Carrier;
 use crate::checkpoint::parts::part_bytes;
-use crate::checkpoint::{Loaded, checkpoint_bytes};
+use crate::checkpoint::{Check, Loaded, checkpoint_bytes};
 use crate::config::options::InitChoice;
 use crate::config::settings::Settings;
 use crate::data;
@@ -141,18 +141,19 @@ pub(super) fn forward_progress(observer: &mut dyn Observer, event: ProgressEvent
     }
 }
 
-/// Reads, checks and plans the run of `settings`; without a `run_dir` nothing is written but tokens into the cache.
+/// Reads, checks and plans the run of `settings`, which goes on from a checkpoint that passes `check`; without a `run_dir` nothing is
+/// written but tokens into the cache.
 ///
 /// # Errors
 /// Missing, broken or too large inputs; nothing has been trained yet.
 pub(super) fn prepare<'a>(
     settings: &Settings,
     launch: &'a Launcher,
-    run_dir: Option<&RunDir>,
+    (run_dir, check): (Option<&RunDir>, Check),
     stop: &StopFlag,
     observer: &mut dyn Observer,
 ) -> Result<PreparedRun<'a>> {
-    let resumed = resume::find(settings, &settings.output_dir, observer)?;
+    let resumed = resume::find(settings, check, observer)?;
     resumed.as_ref().map_or(Ok(()), |loaded| resume::expect_sources(settings, loaded))?;
     observer.detail(&format!("reading {}", printable(describe_sources(settings))));
     log_peers(launch, observer);

@@ -89,8 +89,9 @@ class Run:
 
     @property
     def checkpoint(self) -> Path | None:
-        """Path of the newest checkpoint; `None` if there is none."""
-        found = [path for path in self.output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+        """Path of the newest whole checkpoint, not of one that is still being written; `None` if there is none."""
+        named = [path for path in self.output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+        found = [path for path in named if (path / "trainer_state.json").is_file()]
         return max(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
 
     def steps(self) -> Iterator[dict[str, Any]]:

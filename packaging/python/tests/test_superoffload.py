@@ -83,6 +83,15 @@ class Runs(unittest.TestCase):
         with self.assertRaisesRegex(superoffload.TrainError, "no-such-model"):
             superoffload.plan("no-such-model", hardware="h200-pcie5")
 
+    def test_the_checkpoint_of_a_run_is_whole_at_any_time(self):
+        run = self.start(max_steps=60, save_steps=1, save_rate="2MiB")
+        while run.returncode is None:
+            if newest := run.checkpoint:
+                self.assertGreater((newest / "state.bin").stat().st_size, 0)
+                self.assertIn(b'"crc32c"', (newest / "trainer_state.json").read_bytes()[-32:])
+        (self.folder / "out/checkpoint-99").mkdir()
+        self.assertEqual(run.wait().checkpoint, self.folder / "out/checkpoint-60")
+
     def test_a_plan_that_does_not_fit_is_an_answer(self):
         fits = superoffload.plan(self.folder / "model", hardware="h200-pcie5", seq_length=16, per_device_train_batch_size=1)
         self.assertIs(fits["fits"], True)
