@@ -13,6 +13,7 @@ use crate::optim::state_array::{StateArrays, StatePart};
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 
 /// The contents of a checkpoint besides its state, and the checkpoints that stay beside it.
@@ -24,20 +25,27 @@ pub(crate) struct Publication {
     pub(crate) spared: RetainedCheckpoints,
 }
 
-/// The thread that reads the state, hands it to the threads that write it, and publishes the checkpoint.
+/// The thread that reads the state, with another one for each further rank, hands it to the threads that write it, and publishes the
+/// checkpoint.
 pub(crate) struct BackgroundSave {
     step: u64,
     thread: Option<JoinHandle<Result<Saved>>>,
 }
 
 impl BackgroundSave {
-    /// Starts to write `state` after `step` to `writer`, whose tensors, `specs`, were begun.
+    /// Starts to write the state after `step`, of which each of `states` is a part, to `writer`, whose tensors, `specs`, were begun.
     ///
     /// # Errors
     /// `Resource` when the thread cannot start.
-    pub(crate) fn start(writer: Writer, step: u64, state: FrozenState, specs: &[TensorSpec], publication: Publication) -> Result<Self> {
+    pub(crate) fn start(
+        writer: Writer,
+        step: u64,
+        states: Vec<FrozenState>,
+        specs: &[TensorSpec],
+        publication: Publication,
+    ) -> Result<Self> {
         let starts: Vec<usize> = specs.iter().map(|spec| spec.offset_elems).collect();
-        let run = disk::continued(move || save(writer, &state, &starts, &publication));
+        let run = disk::continued(move || save(writer, &states, &starts, &publication));
         let thread = thread::Builder::new().name("save".into()).spawn(run);
         let thread = thread.map_err(|e| Error::resource("start a thread that saves", e))?;
         Ok(Self { step, thread: Some(thread) })
@@ -75,16 +83,41 @@ impl Drop for BackgroundSave {
     }
 }
 
-fn save(mut writer: Writer, state: &FrozenState, starts: &[usize], publication: &Publication) -> Result<Saved> {
-    if let Some((mut writers, tensors, arrays)) = writer.take_writers() {
-        let places = StatePlaces { tensors: &tensors, starts, arrays };
-        while let Some(bucket) = state.next()? {
-            places.in_bucket(&state.range(bucket)).try_for_each(|extent| write(&mut writers, state, bucket, extent))?;
-            state.saved(bucket);
-        }
+fn save(mut writer: Writer, states: &[FrozenState], starts: &[usize], publication: &Publication) -> Result<Saved> {
+    if let Some((writers, tensors, arrays)) = writer.take_writers() {
+        write_all(&writers, states, &StatePlaces { tensors: &tensors, starts, arrays })?;
         writer.set_state(writers.finish()?);
     }
     writer.finish(&publication.model_files, publication.total_limit, publication.spared)
+}
+
+/// Reads every part of the state by a thread of its own, the first by this thread, and hands it to the writers.
+fn write_all(writers: &Writers, states: &[FrozenState], places: &StatePlaces<'_>) -> Result<()> {
+    let has_failed = &AtomicBool::new(false);
+    let write_one = |state| write_state(writers, state, places, has_failed).inspect_err(|_| has_failed.store(true, Ordering::Relaxed));
+    let Some((first, others)) = states.split_first() else { return Ok(()) };
+    thread::scope(|scope| {
+        let start = |state| {
+            let run = disk::continued(move || write_one(state));
+            let thread = thread::Builder::new().name("save".into()).spawn_scoped(scope, run);
+            thread.map_err(|e| Error::resource("start a thread that reads the state", e))
+        };
+        let threads = others.iter().map(start).collect::<Result<Vec<_>>>().inspect_err(|_| has_failed.store(true, Ordering::Relaxed))?;
+        let mut results = vec![write_one(first)];
+        results.extend(threads.into_iter().map(|thread| thread.join().expect("a reader reports its failures")));
+        results.into_iter().collect()
+    })
+}
+
+/// Hands a part of the state to the writers, until all of it was read, or another part has failed.
+fn write_state(writers: &Writers, state: &FrozenState, places: &StatePlaces<'_>, has_failed: &AtomicBool) -> Result<()> {
+    while !has_failed.load(Ordering::Relaxed)
+        && let Some(bucket) = state.next()?
+    {
+        places.in_bucket(&state.range(bucket)).try_for_each(|extent| write(writers, state, bucket, extent))?;
+        state.saved(bucket);
+    }
+    Ok(())
 }
 
 /// Consecutive bytes of an array of a bucket, which are consecutive in the file as well.
@@ -98,7 +131,7 @@ struct StateExtent {
 }
 
 /// Copies an extent of `bucket` into pieces for the writers.
-fn write(writers: &mut Writers, state: &FrozenState, bucket: usize, extent: StateExtent) -> Result<()> {
+fn write(writers: &Writers, state: &FrozenState, bucket: usize, extent: StateExtent) -> Result<()> {
     let StateExtent { part, mut bytes, mut offset } = extent;
     while !bytes.is_empty() {
         let mut piece = writers.piece(offset)?;

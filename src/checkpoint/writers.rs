@@ -5,6 +5,7 @@ use super::placed_state::{PlacedState, WrittenState};
 use super::save_rate::SaveRate;
 use crate::disk::{self, DIRECT_ALIGN};
 use crate::error::{Error, Result};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender, SyncSender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -86,10 +87,10 @@ impl WritersShared {
 pub(super) struct Writers {
     shared: Arc<WritersShared>,
     full: Option<SyncSender<FilePiece>>,
-    spare: Receiver<FilePiece>,
+    spare: Mutex<Receiver<FilePiece>>,
     threads: Vec<JoinHandle<()>>,
     /// Pieces that were made so far.
-    made: usize,
+    made: AtomicUsize,
 }
 
 impl Writers {
@@ -101,7 +102,8 @@ impl Writers {
         let shared = Arc::new(WritersShared { file, rate, failure: Mutex::default() });
         let ((full, receiver), (sender, spare)) = (mpsc::sync_channel(PIECES), mpsc::channel());
         let receiver = Arc::new(Mutex::new(receiver));
-        let mut writers = Self { shared, full: Some(full), spare, threads: Vec::with_capacity(WRITERS), made: 0 };
+        let (spare, threads) = (Mutex::new(spare), Vec::with_capacity(WRITERS));
+        let mut writers = Self { shared, full: Some(full), spare, threads, made: AtomicUsize::new(0) };
         for _ in 0..WRITERS {
             let (shared, receiver, sender) = (writers.shared.clone(), receiver.clone(), sender.clone());
             let run = disk::continued(move || shared.run(&receiver, &sender));
@@ -116,19 +118,22 @@ impl Writers {
         self.shared.file.reserve(bytes)
     }
 
-    /// An empty piece at `offset` in the file. Waits until a thread has written one, if all are in use.
+    /// An empty piece at `offset` in the file. Waits until a thread has written one, if all are in use. A thread that has a piece must not
+    /// ask for another one.
     ///
     /// # Errors
-    /// The first error of a thread.
-    pub(super) fn piece(&mut self, offset: u64) -> Result<FilePiece> {
-        let mut piece = match self.spare.try_recv() {
+    /// The first error of a thread, once.
+    pub(super) fn piece(&self, offset: u64) -> Result<FilePiece> {
+        let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut piece = match spare.try_recv() {
             Ok(piece) => piece,
-            Err(_) if self.made < PIECES => {
-                self.made += 1;
+            Err(_) if self.made.load(Ordering::Relaxed) < PIECES => {
+                self.made.fetch_add(1, Ordering::Relaxed);
                 FilePiece::default()
             }
-            Err(_) => self.spare.recv().map_err(|e| Error::resource("write a checkpoint", e))?,
+            Err(_) => spare.recv().map_err(|e| Error::resource("write a checkpoint", e))?,
         };
+        drop(spare);
         self.check()?;
         piece.begin(offset);
         Ok(piece)

@@ -1,7 +1,9 @@
-//! Saves that read the state while later steps run, on one rank.
+//! Saves that read the state while later steps run, on all ranks of a process.
 
 use super::executor::Engine;
+use super::protocol::order::Order;
 use super::protocol::route::Hop;
+use super::ranks::exchange::OrderWords;
 use super::save::board::{SaveBoard, Source};
 use super::save::frozen_state::FrozenState;
 use super::save::running_save::RunningSave;
@@ -22,22 +24,38 @@ impl<D: Kernels> Engine<D> {
         self.plan.save_obstacle().or_else(|| (!self.host.is_backed()).then(|| "the memory of the host is simulated".into()))
     }
 
-    /// Begins a save of the state after the last step. The result reads that state, while later steps run: a step waits only where it would
-    /// write a state that is not read yet. A save that runs is ended first.
+    /// Begins a save of the state after the last step on all ranks. The results, one of each rank, read that state, while later steps run:
+    /// a step waits only where it would write a state that is not read yet. A save that runs is ended first.
     ///
     /// # Errors
-    /// Errors of the device.
+    /// Errors of the device; the failure that ended another rank.
     ///
     /// # Panics
     /// If there is an obstacle: see [`Engine::save_obstacle`].
-    pub fn begin_save(&mut self) -> Result<FrozenState> {
+    pub fn begin_save(&mut self) -> Result<Vec<FrozenState>> {
         assert!(self.save_obstacle().is_none(), "a save that must stop training");
         self.end_save()?;
+        self.lead(Order::BeginSave, OrderWords::default())?;
+        let own = self.begin_own_save();
+        let own = self.named(own)?;
+        self.await_done()?;
+        let mut states = self.exchange.take_frozen();
+        if let Some(save) = &mut self.save {
+            save.set_peers(states.iter().map(FrozenState::board).collect());
+        }
+        states.insert(0, own);
+        Ok(states)
+    }
+
+    /// Like [`Engine::begin_save`], for this rank only.
+    pub(super) fn begin_own_save(&mut self) -> Result<FrozenState> {
         let (slices, copies) = (self.exchange.slices(), self.scratch.copies);
-        let ranges: Vec<_> = (0..slices.layout().count()).map(|bucket| slices.local(bucket)).collect();
+        let count = slices.layout().count();
+        let ranges: Vec<_> = (0..count).map(|bucket| slices.local(bucket)).collect();
+        let global = (0..count).map(|bucket| slices.global(bucket)).collect();
         let (on_host, resident) = ranges.split_at(slices.layout().offloaded());
         let buckets = on_host.iter().map(|range| self.memory.states.on_host(range)).collect();
-        let board = Arc::new(SaveBoard::new(ranges.len(), self.bell.clone()));
+        let board = Arc::new(SaveBoard::new(count, self.bell.clone()));
         // The last slots are for the states of the device.
         let free_slots = copies.slots() - resident.len();
         for (bucket, range) in (on_host.len()..).zip(resident) {
@@ -45,11 +63,11 @@ impl<D: Kernels> Engine<D> {
             self.copy_from_device(range, slot)?;
             board.offer(bucket, Source::Nowhere, Source::Copy(slot));
         }
-        self.save = Some(RunningSave::new(board.clone(), ranges.len()));
+        self.save = Some(RunningSave::new(board.clone(), count));
         self.coordinator.set_copy_slots(free_slots);
         self.coordinator.begin_save();
         self.run_commands()?;
-        Ok(FrozenState::new(board, ranges, buckets, copies))
+        Ok(FrozenState::new(board, global, buckets, copies))
     }
 
     /// Copies the state of a bucket on the device, the local range `range`, to `slot`.
@@ -74,14 +92,22 @@ impl<D: Kernels> Engine<D> {
         Ok(())
     }
 
-    /// Waits until the running save has read the whole state, without another step.
+    /// Waits until the running save has read the whole state of all ranks, without another step.
     ///
     /// # Errors
-    /// Errors of the device.
+    /// Errors of the device; the failure that ended another rank.
     pub(crate) fn end_save(&mut self) -> Result<()> {
         if self.save.is_none() {
             return Ok(());
         }
+        self.lead(Order::EndSave, OrderWords::default())?;
+        let ended = self.end_own_save();
+        self.named(ended)?;
+        self.await_done()
+    }
+
+    /// Like [`Engine::end_save`], for this rank only.
+    pub(super) fn end_own_save(&mut self) -> Result<()> {
         self.block_until(DriverActivity::Save, 0, |engine| Ok(engine.coordinator.all_settled()))?;
         self.coordinator.commit_due();
         self.run_commands()?;
@@ -92,9 +118,9 @@ impl<D: Kernels> Engine<D> {
         Ok(())
     }
 
-    /// Whether a running save still needs a state that it has not read.
+    /// Whether a running save still needs a state of this rank, or on rank 0 of any rank, that it has not read.
     pub(crate) fn is_read_by_save(&self) -> bool {
-        self.save.as_ref().is_some_and(|save| !save.is_complete())
+        self.save.as_ref().is_some_and(|save| !save.is_complete_on_all_ranks())
     }
 
     /// Time that steps waited for a save since the last call.

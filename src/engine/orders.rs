@@ -178,6 +178,12 @@ impl<D: Kernels + Peers> Engine<D> {
             }
             // `follow_and_save` executes this order itself.
             Order::Save => Ok(()),
+            Order::BeginSave => {
+                let state = self.begin_own_save()?;
+                self.exchange.publish_frozen(state);
+                Ok(())
+            }
+            Order::EndSave => self.end_own_save(),
             Order::Replan => self.exchange.announced().map_or(Ok(()), |plan| self.change_placement(plan).map(drop)),
             Order::Init => self.init_state(words[0], words[1].min(THREADS_MAX) as usize),
             Order::Send => self.send_weights(),

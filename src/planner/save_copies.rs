@@ -3,13 +3,15 @@
 use super::budget::{Workload, balances};
 use super::plan::Plan;
 use crate::bucket::layout::{BucketLayout, Tier};
+use crate::bucket::slices::Slices;
 use crate::device::footprint::MemoryClass;
 use crate::memory::MemorySpace;
+use crate::optim::state_array::StateArrays;
 use crate::request::choices::SaveMemory;
 use crate::units::Bytes;
 
 impl Workload<'_> {
-    /// Number of copies for which the request names a size. Each has the state of a bucket.
+    /// Number of copies for which the request names a size. Each has the state of a bucket, of which each rank has its slice.
     pub(super) fn requested_copies(&self, layout: &BucketLayout) -> usize {
         match self.site.save_memory {
             SaveMemory::Off | SaveMemory::Auto => 0,
@@ -37,12 +39,12 @@ impl Workload<'_> {
     /// Copies that fit `bytes`: at most one of each bucket; none where a save stops training.
     fn copies_in(&self, layout: &BucketLayout, bytes: u64) -> usize {
         let fitting = (bytes / self.copy_bytes(layout) as u64) as usize;
-        let stops = obstacle(self.site.ranks, layout).is_some() || fitting < resident(layout);
+        let stops = obstacle(self.site.processes, layout).is_some() || fitting < resident(layout);
         if stops { 0 } else { layout.count().min(fitting) }
     }
 
     fn copy_bytes(&self, layout: &BucketLayout) -> usize {
-        self.recipe.optimizer().arrays().bytes(layout.bucket_elems())
+        copy_bytes(self.recipe.optimizer().arrays(), layout, self.site.ranks)
     }
 }
 
@@ -53,7 +55,7 @@ impl Plan {
         let is_short = self.placement.save_copies < resident(layout);
         let bytes = Bytes((self.copy_bytes() * resident(layout)) as u64);
         let too_little = is_short.then(|| format!("copies of the states on the device take {bytes} of --save-memory"));
-        obstacle(self.site.ranks, layout).or(too_little)
+        obstacle(self.site.processes, layout).or(too_little)
     }
 
     /// Bytes of states that copies can have while they wait to be saved.
@@ -62,8 +64,13 @@ impl Plan {
     }
 
     fn copy_bytes(&self) -> usize {
-        self.optimizer().arrays().bytes(self.placement.layout.bucket_elems())
+        copy_bytes(self.optimizer().arrays(), &self.placement.layout, self.site.ranks)
     }
+}
+
+/// Bytes of a slot for the state of a bucket. Each rank has a slot for its slice.
+fn copy_bytes(arrays: StateArrays, layout: &BucketLayout, ranks: usize) -> usize {
+    (0..ranks).map(|rank| arrays.bytes(Slices::new(layout.clone(), rank, ranks).slice_elems())).sum()
 }
 
 /// Number of buckets whose states are on the device.
@@ -72,9 +79,9 @@ fn resident(layout: &BucketLayout) -> usize {
 }
 
 /// Why a save must stop training, however much memory there is.
-fn obstacle(ranks: usize, layout: &BucketLayout) -> Option<String> {
-    if ranks > 1 {
-        return Some(format!("the state lies on {ranks} ranks"));
+fn obstacle(processes: usize, layout: &BucketLayout) -> Option<String> {
+    if processes > 1 {
+        return Some(format!("the state lies in {processes} processes"));
     }
     (!layout.buckets_in(Tier::Unified).is_empty()).then(|| "states are in unified memory".into())
 }

@@ -26,10 +26,14 @@ pub(crate) enum Order {
     Replan,
     /// Save this rank's slices, and write the checksums into the mail buffer. Arguments: two words for the code that saves.
     Save,
+    /// Begin a save of the state after the last step, and publish this rank's part of the state.
+    BeginSave,
+    /// Wait until the running save has read this rank's state.
+    EndSave,
 }
 
 impl Order {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 13] = [
         Self::Step,
         Self::Flush,
         Self::Init,
@@ -41,6 +45,8 @@ impl Order {
         Self::Finish,
         Self::Replan,
         Self::Save,
+        Self::BeginSave,
+        Self::EndSave,
     ];
 
     /// The order of this number, if there is one.
@@ -58,7 +64,7 @@ impl Order {
             Self::Evaluate => "is evaluating",
             Self::Finish => "is ending its threads",
             Self::Replan => "is moving states",
-            Self::Save => "is saving",
+            Self::Save | Self::BeginSave | Self::EndSave => "is saving",
         }
     }
 }

@@ -4,6 +4,7 @@
 use super::shards::Shards;
 use crate::bucket::slices::Slices;
 use crate::device::{DeviceSlice, EventId, ProductAlgorithm};
+use crate::engine::save::frozen_state::FrozenState;
 use crate::engine::watch::driver_state::DriverState;
 use crate::error::{Error, Result};
 use crate::model::Model;
@@ -74,6 +75,8 @@ pub(crate) struct Rendezvous<C> {
     plan: Mutex<Option<Plan>>,
     /// The first rank that had no memory for this plan, and why.
     refusal: Mutex<Option<(usize, String)>>,
+    /// Parts of the state of a save, of ranks other than rank 0.
+    frozen: Mutex<Vec<FrozenState>>,
 }
 
 /// Locks an entry. Poisoning is ignored: a rank that panicked has already published its failure in the progress counters.
@@ -84,7 +87,8 @@ fn open<T>(place: &Mutex<T>) -> MutexGuard<'_, T> {
 impl<C> Rendezvous<C> {
     /// A rendezvous for `ranks` ranks.
     pub(crate) fn new(ranks: usize) -> Self {
-        Self { handles: (0..ranks).map(|_| Mutex::default()).collect(), plan: Mutex::default(), refusal: Mutex::default() }
+        let handles = (0..ranks).map(|_| Mutex::default()).collect();
+        Self { handles, plan: Mutex::default(), refusal: Mutex::default(), frozen: Mutex::default() }
     }
 
     fn place(&self, rank: usize) -> &Mutex<Option<RankHandles<C>>> {
@@ -112,6 +116,16 @@ impl<C> Rendezvous<C> {
     /// The plan that was announced last.
     pub(in crate::engine) fn announced(&self) -> Option<Plan> {
         open(&self.plan).clone()
+    }
+
+    /// Adds a rank's part of the state of a save.
+    pub(in crate::engine) fn add_frozen(&self, state: FrozenState) {
+        open(&self.frozen).push(state);
+    }
+
+    /// On rank 0, takes the parts of the state that all other ranks have added.
+    pub(in crate::engine) fn take_frozen(&self) -> Vec<FrozenState> {
+        std::mem::take(&mut open(&self.frozen))
     }
 
     pub(in crate::engine) fn refuse(&self, rank: usize, why: String) {

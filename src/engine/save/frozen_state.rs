@@ -10,10 +10,11 @@ use crate::optim::state_array::StatePart;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The state after one step. One thread reads it, bucket after bucket. Dropping it ends the save: no bucket waits for it any more.
+/// The state of one rank after a step. One thread reads it, bucket after bucket. Dropping it ends the save of this rank: no bucket waits for
+/// it any more.
 pub struct FrozenState {
     board: Arc<SaveBoard>,
-    /// By bucket: its elements.
+    /// By bucket: this rank's elements, in the flat order.
     ranges: Vec<Range<usize>>,
     /// By bucket: its memory, if that is on the host. All other buckets have copies from the start.
     buckets: Vec<HostState>,
@@ -25,9 +26,13 @@ impl FrozenState {
         Self { board, ranges, buckets, copies }
     }
 
-    /// The elements of `bucket` in the flat order.
+    /// The elements of `bucket` that this rank has, in the flat order.
     pub fn range(&self, bucket: usize) -> Range<usize> {
         self.ranges[bucket].clone()
+    }
+
+    pub(in crate::engine) fn board(&self) -> Arc<SaveBoard> {
+        self.board.clone()
     }
 
     /// The next bucket to read; `None` when all have been saved. It waits until the state of one is ready. Buckets in their own memory come

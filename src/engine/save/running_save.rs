@@ -21,11 +21,13 @@ pub(in crate::engine) struct RunningSave {
     needs: Vec<Need>,
     /// [`SaveBoard::news`] when the driver last looked; `None`: it must look.
     seen: Option<u64>,
+    /// On rank 0, the words of the other ranks.
+    peers: Vec<Arc<SaveBoard>>,
 }
 
 impl RunningSave {
     pub(in crate::engine) fn new(board: Arc<SaveBoard>, buckets: usize) -> Self {
-        Self { board, needs: vec![Need::Nothing; buckets], seen: None }
+        Self { board, needs: vec![Need::Nothing; buckets], seen: None, peers: Vec::new() }
     }
 
     /// [`Hop::Save`] of `bucket` starts: its memory has the state of the save.
@@ -42,9 +44,19 @@ impl RunningSave {
         self.seen = None;
     }
 
-    /// Whether the save needs no state any more.
+    /// On rank 0, sets the words of the other ranks.
+    pub(in crate::engine) fn set_peers(&mut self, peers: Vec<Arc<SaveBoard>>) {
+        self.peers = peers;
+    }
+
+    /// Whether the save needs no state of this rank any more.
     pub(in crate::engine) fn is_complete(&self) -> bool {
         self.board.is_complete()
+    }
+
+    /// Whether the save needs no state of this rank any more, and on rank 0 none of any rank.
+    pub(in crate::engine) fn is_complete_on_all_ranks(&self) -> bool {
+        self.is_complete() && self.peers.iter().all(|peer| peer.is_complete())
     }
 
     /// A hop that has ended since the last call.

@@ -163,8 +163,8 @@ impl<D: Kernels> Session<D> {
         let (run, publication) = self.publication(step)?;
         let writer = self.begin_whole(run)?;
         self.sinks.sync(observer);
-        let state = self.engine.begin_save().inspect_err(|_| self.is_sound = false)?;
-        self.background = Some(BackgroundSave::start(writer, step, state, self.engine.table().specs(), publication)?);
+        let states = self.engine.begin_save().inspect_err(|_| self.is_sound = false)?;
+        self.background = Some(BackgroundSave::start(writer, step, states, self.engine.table().specs(), publication)?);
         self.progress.saved(step);
         Ok(())
     }

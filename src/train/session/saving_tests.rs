@@ -144,6 +144,22 @@ fn any_order_of_events_clips_skips_and_narrow_moments_are_saved_alike() {
 }
 
 #[test]
+fn the_parts_of_several_ranks_are_saved_beside_steps_as_they_are_while_training_stops() {
+    for (gpus, adversary) in [(2, None), (4, None), (2, Some(1)), (3, Some(2))] {
+        expect_saves_of(|dir, steps, save_steps| Settings {
+            gpus,
+            adversary,
+            threads: Some(if adversary.is_some() { 1 } else { 2 }),
+            moments: if gpus == 3 { Moments::Int8 } else { Moments::Float32 },
+            max_grad_norm: if gpus == 4 { 1e-3 } else { 1.0 },
+            save_memory: SaveMemory::Size(Bytes(STATE_BYTES / 2 * (gpus as u64 % 3))),
+            resident_buckets: ResidentBuckets::Count(if gpus == 2 && cfg!(feature = "repartition") { 2 } else { 0 }),
+            ..slow(dir, steps, save_steps)
+        });
+    }
+}
+
+#[test]
 fn a_signal_ends_a_run_after_the_running_save_and_one_of_its_last_step() {
     let dir = tempfile::tempdir().unwrap();
     let stop = StopFlag::default();

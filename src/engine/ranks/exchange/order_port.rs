@@ -2,6 +2,7 @@
 
 use crate::device::Kernels;
 use crate::engine::protocol::order::Order;
+use crate::engine::save::frozen_state::FrozenState;
 use crate::error::{Error, Result};
 use crate::planner::plan::Plan;
 use crate::ranks::progress::ORDER_WORDS;
@@ -40,6 +41,14 @@ pub(crate) trait OrderPort<D: Kernels> {
     /// The plan that all ranks change to.
     fn announced(&self) -> Option<Plan> {
         None
+    }
+
+    /// Makes this rank's part of the state of a save available to rank 0.
+    fn publish_frozen(&mut self, _state: FrozenState) {}
+
+    /// On rank 0, takes the parts of the state that the other ranks have published.
+    fn take_frozen(&mut self) -> Vec<FrozenState> {
+        Vec::new()
     }
 
     /// Index in this rank's memory of a part of a step's micro-batches, if the part belongs to this rank. Parts are counted micro-batch by

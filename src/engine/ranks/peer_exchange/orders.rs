@@ -5,6 +5,7 @@ use crate::data::rows::batch;
 use crate::device::{Kernels, Peers};
 use crate::engine::protocol::order::Order;
 use crate::engine::ranks::exchange::{OrderPort, OrderWords};
+use crate::engine::save::frozen_state::FrozenState;
 use crate::error::{Error, Result};
 use crate::planner::plan::Plan;
 use crate::ranks::progress::ProgressCounters;
@@ -65,6 +66,14 @@ impl<D: Kernels + Peers> OrderPort<D> for PeerExchange<D::PeerHandle> {
 
     fn announced(&self) -> Option<Plan> {
         self.meetings.rendezvous.announced()
+    }
+
+    fn publish_frozen(&mut self, state: FrozenState) {
+        self.meetings.rendezvous.add_frozen(state);
+    }
+
+    fn take_frozen(&mut self) -> Vec<FrozenState> {
+        self.meetings.rendezvous.take_frozen()
     }
 
     fn place(&self, part: usize) -> Option<usize> {
