@@ -3,6 +3,18 @@
 use crate::dtype::Dtype;
 use half::{bf16, f16};
 
+/// Runs `$body` with the typed slice inside a [`Grads`] or a [`Weights`].
+macro_rules! typed {
+    ($kind:ident($slice:ident) = $value:expr => $body:expr) => {
+        match $value {
+            $kind::F32($slice) => $body,
+            $kind::Bf16($slice) => $body,
+            $kind::F16($slice) => $body,
+        }
+    };
+}
+pub(super) use typed;
+
 /// Gradients of a format known at run time.
 #[derive(Clone, Copy, Debug)]
 pub enum Grads<'a> {
@@ -53,16 +65,9 @@ impl<'a> Weights<'a> {
             _ => panic!("working weights must be floats of 16 or 32 bits, these are {dtype}"),
         }
     }
-}
 
-/// Runs `$body` with the typed slice inside a [`Grads`] or a [`Weights`].
-macro_rules! typed {
-    ($kind:ident($slice:ident) = $value:expr => $body:expr) => {
-        match $value {
-            $kind::F32($slice) => $body,
-            $kind::Bf16($slice) => $body,
-            $kind::F16($slice) => $body,
-        }
-    };
+    /// Number of weights.
+    pub(super) fn len(&self) -> usize {
+        typed!(Weights(weights) = self => weights.len())
+    }
 }
-pub(super) use typed;

@@ -37,8 +37,8 @@ pub(crate) const GROUP: usize = 128;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct MomentGroup {
-    codes: [[u8; BLOCK]; GROUP / BLOCK],
-    exponents: [u8; GROUP / BLOCK],
+    pub(crate) codes: [[u8; BLOCK]; GROUP / BLOCK],
+    pub(crate) exponents: [u8; GROUP / BLOCK],
 }
 
 /// Bits of a value below those of its code.
@@ -85,78 +85,88 @@ impl MomentKind {
             Self::Second => 31,
         }
     }
-}
 
-impl MomentGroup {
-    /// The values of block `block`.
-    #[inline(always)]
-    pub(crate) fn decode(&self, codec: impl BlockCodec, kind: MomentKind, block: usize) -> [f32; BLOCK] {
-        codec.decode(kind, &self.codes[block], self.exponents[block])
+    /// The largest stored exponent: that of a block with an infinite number or a NaN.
+    #[cfg(test)]
+    pub(crate) const fn most(self) -> u8 {
+        u8::MAX - self.range() as u8
     }
-
-    /// Stores `values` as block `block`, and replaces them by the stored values. `rounding` has the random bits of the block's elements.
-    #[inline(always)]
-    pub(crate) fn encode(&mut self, codec: impl BlockCodec, kind: MomentKind, values: &mut [f32; BLOCK], rounding: Rounding, block: usize) {
-        self.exponents[block] = codec.encode(kind, values, rounding, &mut self.codes[block]);
-    }
-}
-
-/// An implementation of the codec of a block. All have the same bits.
-pub(crate) trait BlockCodec: Copy {
-    /// The values of `codes` with their `exponent`.
-    fn decode(self, kind: MomentKind, codes: &[u8; BLOCK], exponent: u8) -> [f32; BLOCK];
-
-    /// Stores `values` as `codes`, replaces them by the stored values, and returns the exponent.
-    fn encode(self, kind: MomentKind, values: &mut [f32; BLOCK], rounding: Rounding, codes: &mut [u8; BLOCK]) -> u8;
 }
 
 /// The specification of the codec.
-#[derive(Clone, Copy)]
-pub(crate) struct PlainCodec;
-
-impl BlockCodec for PlainCodec {
+impl MomentKind {
+    /// The values of block `block` of `group`.
     #[inline(always)]
-    fn decode(self, kind: MomentKind, codes: &[u8; BLOCK], exponent: u8) -> [f32; BLOCK] {
-        let (base, mut values) = (u32::from(exponent) << MANTISSA, [0.0; BLOCK]);
+    fn decode(self, group: &MomentGroup, block: usize) -> [f32; BLOCK] {
+        let (codes, base, mut values) = (&group.codes[block], u32::from(group.exponents[block]) << MANTISSA, [0.0; BLOCK]);
         for i in 0..BLOCK {
             let code = u32::from(codes[i]);
-            values[i] = f32::from_bits(match kind {
-                MomentKind::First => {
+            values[i] = f32::from_bits(match self {
+                Self::First => {
                     let k = code & 0x7f;
                     if k == 0 { 0 } else { (code & 0x80) << 24 | (k + base) << DROPPED }
                 }
-                MomentKind::Second => (code + base) << DROPPED,
+                Self::Second => (code + base) << DROPPED,
             });
         }
         values
     }
 
+    /// Stores `values` as block `block` of `group`, and replaces them by the stored values.
     #[inline(always)]
-    fn encode(self, kind: MomentKind, values: &mut [f32; BLOCK], rounding: Rounding, codes: &mut [u8; BLOCK]) -> u8 {
+    fn encode(self, values: &mut [f32; BLOCK], rounding: Rounding, group: &mut MomentGroup, block: usize) {
+        let random = rounding.block::<BLOCK>();
         let (mut rounded, mut largest) = ([0; BLOCK], 0);
         for i in 0..BLOCK {
-            let above = match kind {
-                MomentKind::First => HALF_UNIT,
-                MomentKind::Second => rounding.bits(i) >> (32 - DROPPED),
+            let above = match self {
+                Self::First => HALF_UNIT,
+                Self::Second => random[i] >> (32 - DROPPED),
             };
             // The bound keeps every NaN.
             rounded[i] = ((values[i].to_bits() & MAGNITUDE) + above).min(MAGNITUDE);
             largest = largest.max(rounded[i]);
         }
-        let exponent = (largest >> 23).max(kind.range()) - kind.range();
+        let exponent = (largest >> 23).max(self.range()) - self.range();
         let least = exponent << MANTISSA;
         for i in 0..BLOCK {
             let upper = (rounded[i] >> DROPPED).max(least);
-            let (code, value) = match kind {
-                MomentKind::First => {
+            let (code, value) = match self {
+                Self::First => {
                     let sign = values[i].to_bits() & !MAGNITUDE;
                     if upper == least { (0, 0) } else { ((upper - least) | sign >> 24, sign | upper << DROPPED) }
                 }
-                MomentKind::Second => (upper - least, upper << DROPPED),
+                Self::Second => (upper - least, upper << DROPPED),
             };
-            (codes[i], values[i]) = (code as u8, f32::from_bits(value));
+            (group.codes[block][i], values[i]) = (code as u8, f32::from_bits(value));
         }
-        exponent as u8
+        group.exponents[block] = exponent as u8;
+    }
+}
+
+/// An implementation of the codec for the first and the second moments of a block. All have the same bits.
+pub(crate) trait BlockCodec: Copy {
+    /// The values of block `block` of both groups.
+    fn decode(self, groups: [&MomentGroup; 2], block: usize) -> [[f32; BLOCK]; 2];
+
+    /// Stores the moments as block `block` of both groups, and replaces them by the stored values. `rounding` has the random bits of the
+    /// block's elements.
+    fn encode(self, moments: [&mut [f32; BLOCK]; 2], rounding: Rounding, groups: [&mut MomentGroup; 2], block: usize);
+}
+
+/// The codec by the specification.
+#[derive(Clone, Copy)]
+pub(crate) struct PlainCodec;
+
+impl BlockCodec for PlainCodec {
+    #[inline(always)]
+    fn decode(self, [m, v]: [&MomentGroup; 2], block: usize) -> [[f32; BLOCK]; 2] {
+        [MomentKind::First.decode(m, block), MomentKind::Second.decode(v, block)]
+    }
+
+    #[inline(always)]
+    fn encode(self, [m, v]: [&mut [f32; BLOCK]; 2], rounding: Rounding, [m_group, v_group]: [&mut MomentGroup; 2], block: usize) {
+        MomentKind::First.encode(m, rounding, m_group, block);
+        MomentKind::Second.encode(v, rounding, v_group, block);
     }
 }
 
@@ -182,7 +192,8 @@ pub(crate) fn encode_all(kind: MomentKind, values: &[f32], rounding: Rounding, t
     for (nth, values) in values.chunks(BLOCK).enumerate() {
         let mut block = [0.0; BLOCK];
         block[..values.len()].copy_from_slice(values);
-        groups[nth * BLOCK / GROUP].encode(PlainCodec, kind, &mut block, rounding.behind(nth * BLOCK), nth % (GROUP / BLOCK));
+        let group = &mut groups[nth * BLOCK / GROUP];
+        kind.encode(&mut block, rounding.behind(nth * BLOCK), group, nth % (GROUP / BLOCK));
     }
 }
 
@@ -190,7 +201,7 @@ pub(crate) fn encode_all(kind: MomentKind, values: &[f32], rounding: Rounding, t
 pub(crate) fn decode_all(kind: MomentKind, from: &[u8], values: &mut [f32]) {
     let groups: &[MomentGroup] = bytemuck::cast_slice(from);
     for (nth, values) in values.chunks_mut(BLOCK).enumerate() {
-        let block = groups[nth * BLOCK / GROUP].decode(PlainCodec, kind, nth % (GROUP / BLOCK));
+        let block = kind.decode(&groups[nth * BLOCK / GROUP], nth % (GROUP / BLOCK));
         values.copy_from_slice(&block[..values.len()]);
     }
 }

@@ -6,7 +6,7 @@
 
 use crate::dtype::Element;
 use crate::optim::adam::{self, AdamState, AdamStep};
-use crate::optim::int8::{BLOCK, BlockCodec, GROUP, MomentGroup, MomentKind, PlainCodec, settled};
+use crate::optim::int8::{BLOCK, BlockCodec, GROUP, MomentGroup, PlainCodec, settled};
 use crate::optim::moments::Rounding;
 use std::ops::Range;
 
@@ -52,16 +52,13 @@ impl MomentGroups<'_> {
     }
 
     /// These groups, for a shorter time.
-    pub(super) fn reborrow(&mut self) -> MomentGroups<'_> {
+    fn reborrow(&mut self) -> MomentGroups<'_> {
         match self {
             Self::Own(groups) => MomentGroups::Own(groups),
             Self::Shared(groups) => MomentGroups::Shared(groups),
         }
     }
 }
-
-/// An update of a range of parameters: the step and the gradients.
-pub(crate) type Int8Update<'a, G> = Option<(AdamStep, &'a [G])>;
 
 impl<'a> Int8State<'a> {
     /// The state in memory of its own.
@@ -71,15 +68,20 @@ impl<'a> Int8State<'a> {
 }
 
 impl Int8State<'_> {
-    /// Checks the lengths of a pass, and the beginning of a state that is written: it must be that of a block.
-    pub(super) fn check<G, O>(&self, updates: [Int8Update<'_, G>; 2], out: &Option<&mut [O]>) {
+    /// Checks the lengths of the gradients of `commit` and `speculate` and of working weights, and the beginning of a state that is written:
+    /// it must be that of a block.
+    pub(super) fn check(&self, [commit, speculate]: [Option<usize>; 2], out: Option<usize>) {
         let elems = self.params.len();
         let groups = (self.first % GROUP + elems).div_ceil(GROUP);
         assert!(self.m.all().len() == groups && self.v.all().len() == groups, "m and v of {elems} elements must have {groups} groups");
-        let lengths =
-            [updates[0].map(|(_, grads)| grads.len()), updates[1].map(|(_, grads)| grads.len()), out.as_ref().map(|out| out.len())];
+        let lengths = [commit, speculate, out];
         assert!(lengths.into_iter().flatten().all(|len| len == elems), "gradients and working weights must have {elems} elements");
-        assert!(updates[0].is_none() || self.first.is_multiple_of(BLOCK), "a state that is written from element {} on", self.first);
+        assert!(commit.is_none() || self.first.is_multiple_of(BLOCK), "a state that is written from element {} on", self.first);
+    }
+
+    /// This state, for a shorter time.
+    pub(super) fn reborrow(&mut self) -> Int8State<'_> {
+        Int8State { first: self.first, params: self.params, m: self.m.reborrow(), v: self.v.reborrow() }
     }
 
     /// The block with the first of `lanes`: its group, and its number in the group.
@@ -92,7 +94,7 @@ impl Int8State<'_> {
 
 /// The elements of a state in one block.
 #[derive(Clone, Copy)]
-pub(super) struct Lanes {
+pub(crate) struct Lanes {
     /// The first element.
     start: usize,
     /// Its lane in the block.
@@ -108,16 +110,11 @@ impl Lanes {
         Self { start, lane: 0, len: BLOCK }
     }
 
-    /// The elements `at` of a state that begins with element `first`.
+    /// Elements of a state that begins with element `first`: those from `at.start` to the end of the block, or to `at.end`.
     #[inline(always)]
-    pub(super) fn part(first: usize, at: &Range<usize>) -> Self {
-        Self { start: at.start, lane: (first + at.start) % BLOCK, len: at.len() }
-    }
-
-    /// Number of elements.
-    #[inline(always)]
-    pub(super) fn len(self) -> usize {
-        self.len
+    fn first_part(first: usize, at: Range<usize>) -> Self {
+        let lane = (first + at.start) % BLOCK;
+        Self { start: at.start, lane, len: at.len().min(BLOCK - lane) }
     }
 
     /// The elements of an array.
@@ -139,8 +136,8 @@ impl Lanes {
 
 /// The elements of a block in fp32. Lanes outside of the state are zero.
 #[repr(align(64))]
-struct Int8Block {
-    params: [f32; BLOCK],
+pub(super) struct Int8Block {
+    pub params: [f32; BLOCK],
     m: [f32; BLOCK],
     v: [f32; BLOCK],
 }
@@ -149,11 +146,8 @@ impl Int8Block {
     #[inline(always)]
     fn load(codec: impl BlockCodec, state: &Int8State<'_>, lanes: Lanes) -> Self {
         let (group, block) = state.block(lanes);
-        let mut loaded = Self {
-            params: lanes.widened(lanes.of(state.params)),
-            m: state.m.all()[group].decode(codec, MomentKind::First, block),
-            v: state.v.all()[group].decode(codec, MomentKind::Second, block),
-        };
+        let [m, v] = codec.decode([&state.m.all()[group], &state.v.all()[group]], block);
+        let mut loaded = Self { params: lanes.widened(lanes.of(state.params)), m, v };
         if lanes.len < BLOCK {
             loaded.m = lanes.widened(&loaded.m[lanes.lane..]);
             loaded.v = lanes.widened(&loaded.v[lanes.lane..]);
@@ -161,53 +155,95 @@ impl Int8Block {
         loaded
     }
 
-    /// The elements as a state for the passes of [`adam`].
+    /// Takes an update by `stepped`, and settles the parameters. Returns whether the block had small numbers.
     #[inline(always)]
-    fn numbers(&mut self) -> AdamState<'_> {
-        AdamState { first: 0, params: &mut self.params, m: &mut self.m, v: &mut self.v }
+    fn step(&mut self, step: AdamStep, grads: &[f32; BLOCK], stepped: impl BlockStep) -> bool {
+        let Self { params, m, v } = self;
+        let small = stepped.step(step, &mut AdamState { first: 0, params, m, v }, grads);
+        for param in params {
+            *param = settled(*param);
+        }
+        small
     }
 
-    /// Stores the result of `step` with settled parameters and rounded moments, and continues with the stored values.
+    /// Stores settled parameters and the moments after `step`, rounded. The block continues with the stored values.
     #[inline(always)]
     fn store(&mut self, codec: impl BlockCodec, state: &mut Int8State<'_>, lanes: Lanes, step: AdamStep) {
-        let params = &mut state.params[lanes.start..][..lanes.len];
-        for (to, param) in params.iter_mut().zip(&mut self.params) {
-            *param = settled(*param);
-            *to = *param;
-        }
+        state.params[lanes.start..][..lanes.len].copy_from_slice(&self.params[..lanes.len]);
         let rounding = Rounding { key: step.consts.rounding, first: state.first.wrapping_add(lanes.start) };
         let (group, block) = state.block(lanes);
-        state.m.own()[group].encode(codec, MomentKind::First, &mut self.m, rounding, block);
-        state.v.own()[group].encode(codec, MomentKind::Second, &mut self.v, rounding, block);
+        codec.encode([&mut self.m, &mut self.v], rounding, [&mut state.m.own()[group], &mut state.v.own()[group]], block);
+    }
+
+    /// Writes the working weights of the elements `lanes`.
+    #[inline(always)]
+    fn emit<O: Element>(&self, lanes: Lanes, out: &mut [O]) {
+        adam::emit(&self.params[lanes.lane..][..lanes.len], &mut out[lanes.start..][..lanes.len]);
     }
 }
 
-/// The pass on the elements `lanes`: writes the update `commit` into the state, then takes the update `speculate`, and writes working weights
-/// of these elements to `out`. `stepped` takes an update's step on a block; it returns whether the block had small numbers.
-#[inline(always)]
-pub(super) fn run_block<G: Element, O: Element>(
-    codec: impl BlockCodec,
-    [commit, speculate]: [Int8Update<'_, G>; 2],
-    state: &mut Int8State<'_>,
-    lanes: Lanes,
-    out: Option<&mut [O]>,
-    stepped: impl Fn(usize, AdamStep, &mut AdamState<'_>, &[f32; BLOCK]) -> bool,
-) -> bool {
-    let (mut block, mut small) = (Int8Block::load(codec, state, lanes), false);
-    if let Some((step, grads)) = commit {
-        small |= stepped(0, step, &mut block.numbers(), &lanes.widened(lanes.of(grads)));
-        block.store(codec, state, lanes, step);
+/// Takes an update's step on a block, and returns whether the block had small numbers.
+pub(super) trait BlockStep: Copy {
+    fn step(self, step: AdamStep, block: &mut AdamState<'_>, grads: &[f32; BLOCK]) -> bool;
+}
+
+/// The step of the specification.
+#[derive(Clone, Copy)]
+struct PlainStep;
+
+impl BlockStep for PlainStep {
+    #[inline(always)]
+    fn step(self, step: AdamStep, block: &mut AdamState<'_>, grads: &[f32; BLOCK]) -> bool {
+        adam::commit(step, block, grads);
+        false
     }
-    if let Some((step, grads)) = speculate {
-        small |= stepped(1, step, &mut block.numbers(), &lanes.widened(lanes.of(grads)));
+}
+
+/// Gradients of a pass.
+pub(crate) trait BlockGrads: Copy {
+    /// Number of gradients.
+    fn len(self) -> usize;
+
+    /// The gradients of `lanes` in fp32; other lanes are zero.
+    fn widened(self, lanes: Lanes) -> [f32; BLOCK];
+}
+
+impl<G: Element> BlockGrads for &[G] {
+    #[inline(always)]
+    fn len(self) -> usize {
+        self.len()
     }
-    if let Some(out) = out {
-        let params = &block.params[lanes.lane..][..lanes.len];
-        for i in 0..lanes.len {
-            out[i] = O::from_f32(settled(params[i]));
+
+    #[inline(always)]
+    fn widened(self, lanes: Lanes) -> [f32; BLOCK] {
+        lanes.widened(lanes.of(self))
+    }
+}
+
+/// A pass on blocks: the updates `commit` and `speculate`, and the implementations of their parts.
+#[derive(Clone, Copy)]
+pub(super) struct BlockPass<C, S, R> {
+    pub codec: C,
+    pub updates: [Option<(AdamStep, R)>; 2],
+    /// How the step of each update is taken.
+    pub stepped: [S; 2],
+}
+
+impl<C: BlockCodec, S: BlockStep, R: BlockGrads> BlockPass<C, S, R> {
+    /// Writes the update `commit` of the elements `lanes` into the state, then takes the update `speculate`. Returns the block with settled
+    /// parameters, and whether it had small numbers.
+    #[inline(always)]
+    pub(super) fn run(&self, state: &mut Int8State<'_>, lanes: Lanes) -> (Int8Block, bool) {
+        let (mut block, mut small) = (Int8Block::load(self.codec, state, lanes), false);
+        if let Some((step, grads)) = self.updates[0] {
+            small |= block.step(step, &grads.widened(lanes), self.stepped[0]);
+            block.store(self.codec, state, lanes, step);
         }
+        if let Some((step, grads)) = self.updates[1] {
+            small |= block.step(step, &grads.widened(lanes), self.stepped[1]);
+        }
+        (block, small)
     }
-    small
 }
 
 /// The passes of a state with 8-bit moments. Writes the update `commit` into the state: [`adam::step`] or [`adam::commit`]. With
@@ -217,19 +253,28 @@ pub(super) fn run_block<G: Element, O: Element>(
 /// # Panics
 /// If lengths differ, or a state that is written does not begin with a block.
 #[inline(always)]
-pub(crate) fn run<G: Element, O: Element>(updates: [Int8Update<'_, G>; 2], state: &mut Int8State<'_>, mut out: Option<&mut [O]>) {
+pub(crate) fn run<R: BlockGrads, O: Element>(updates: [Option<(AdamStep, R)>; 2], state: &mut Int8State<'_>, out: Option<&mut [O]>) {
     let elems = state.params.len();
-    state.check(updates, &out);
-    let mut start = 0;
-    while start < elems {
-        let at = start..elems.min(start + BLOCK - (state.first + start) % BLOCK);
-        let out = out.as_deref_mut().map(|out| &mut out[at.clone()]);
-        let lanes = Lanes::part(state.first, &at);
-        run_block(PlainCodec, updates, state, lanes, out, |_, step, block, grads| {
-            adam::commit(step, block, grads);
-            false
-        });
-        start = at.end;
+    state.check(updates.map(|update| update.map(|(_, grads)| grads.len())), out.as_ref().map(|out| out.len()));
+    run_part(updates, state, out, 0..elems);
+}
+
+/// [`run`] for the elements `at`, without the checks.
+#[inline(always)]
+pub(super) fn run_part<R: BlockGrads, O: Element>(
+    updates: [Option<(AdamStep, R)>; 2],
+    state: &mut Int8State<'_>,
+    mut out: Option<&mut [O]>,
+    mut at: Range<usize>,
+) {
+    let pass = BlockPass { codec: PlainCodec, updates, stepped: [PlainStep; 2] };
+    while !at.is_empty() {
+        let lanes = Lanes::first_part(state.first, at.clone());
+        let (block, _) = pass.run(state, lanes);
+        if let Some(out) = &mut out {
+            block.emit(lanes, out);
+        }
+        at.start += lanes.len;
     }
 }
 
@@ -237,6 +282,7 @@ pub(crate) fn run<G: Element, O: Element>(updates: [Int8Update<'_, G>; 2], state
 mod tests {
     use super::*;
     use crate::optim::adam::{AdamConsts, AdamHyper};
+    use crate::optim::int8::MomentKind;
     use crate::optim::samples::{assert_same, even, ordinary, split_masters};
     use bytemuck::Zeroable;
     use half::{bf16, f16};
@@ -279,7 +325,7 @@ mod tests {
     }
 
     fn commit<G: Element>(step: AdamStep, state: &mut Int8State<'_>, grads: &[G]) {
-        run::<G, f32>([Some((step, grads)), None], state, None);
+        run::<&[G], f32>([Some((step, grads)), None], state, None);
     }
 
     /// One run of 40 steps in both ways; some steps are clipped, some skipped. State and working weights must agree after each step.
@@ -346,6 +392,23 @@ mod tests {
             assert_same(&out, &want, "working weights");
             assert_same(&owned.params, if updates[0] { &want } else { &masters }, "masters");
         }
+    }
+
+    /// The state ends within a block, whose lanes outside of the state have larger numbers.
+    #[test]
+    fn lanes_outside_of_a_state_change_no_bit_and_become_zero() {
+        let (n, grads) = (BLOCK + 5, vec![1e-3f32; BLOCK + 5]);
+        let with = |outside: f32| {
+            let moments: Vec<f32> = (0..2 * BLOCK).map(|i| if i < n { 1.0 } else { outside }).collect();
+            Owned { m: MomentKind::First.groups(&moments), v: MomentKind::Second.groups(&moments), ..Owned::new(ordinary(1, n)) }
+        };
+        let [mut got, mut want] = [1024.0, 0.0].map(with);
+        for t in 1..3 {
+            commit(at(&HYPER, t, 1.0), &mut got.state(0), &grads);
+            commit(at(&HYPER, t, 1.0), &mut want.state(0), &grads);
+            got.assert_equals(&want);
+        }
+        assert_eq!(MomentKind::First.values(&got.m)[n..], [0.0; GROUP - BLOCK - 5]);
     }
 
     /// A bucket may be cut at blocks for a step, and anywhere for a speculation.

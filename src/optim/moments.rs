@@ -106,6 +106,19 @@ impl Rounding {
         mixed(self.first.wrapping_add(i) as u32 ^ self.key)
     }
 
+    /// The random bits of the `N` elements from the first on, whose index is a multiple of `N`. Their indices differ in their lowest bits
+    /// alone, so a part of the hash is the same for all.
+    #[inline(always)]
+    pub(crate) fn block<const N: usize>(self) -> [u32; N] {
+        const { assert!(N.is_power_of_two() && N <= 1 << 16) };
+        debug_assert!(self.first.is_multiple_of(N), "random bits of {N} elements from element {} on", self.first);
+        let (start, mut bits) = (folded(self.first as u32 ^ self.key), [0; N]);
+        for (i, bits) in bits.iter_mut().enumerate() {
+            *bits = mixed_further(start ^ i as u32);
+        }
+        bits
+    }
+
     /// The source for elements from the `i`th on.
     pub(crate) fn behind(self, i: usize) -> Self {
         Self { first: self.first + i, ..self }
@@ -114,10 +127,22 @@ impl Rounding {
 
 /// A permutation of 32-bit numbers in which each bit depends on all bits: `lowbias32` of Chris Wellons' hash prospector.
 #[inline(always)]
-fn mixed(mut x: u32) -> u32 {
-    x = (x ^ x >> 16).wrapping_mul(0x7feb_352d);
-    x = (x ^ x >> 15).wrapping_mul(0x846c_a68b);
+fn mixed(x: u32) -> u32 {
+    mixed_further(folded(x))
+}
+
+/// The first step of [`mixed`]: the upper half changes the lower half.
+#[inline(always)]
+fn folded(x: u32) -> u32 {
     x ^ x >> 16
+}
+
+/// The steps of [`mixed`] after the first.
+#[inline(always)]
+fn mixed_further(mut x: u32) -> u32 {
+    x = x.wrapping_mul(0x7feb_352d);
+    x = (x ^ x >> 15).wrapping_mul(0x846c_a68b);
+    folded(x)
 }
 
 #[cfg(test)]
@@ -200,6 +225,16 @@ mod tests {
                 let mut again = vec![0; stored.len()];
                 array.store(&read, Rounding { key: 3, ..rounding }, &mut again);
                 assert!(again == stored || values.iter().any(|x| x.is_nan()), "{part:?} in {moments}: what is held stays");
+            }
+        }
+    }
+
+    #[test]
+    fn the_random_bits_of_a_block_are_those_of_its_elements() {
+        for first in [0, 32, 4096, (1 << 32) - 32, 5 << 32] {
+            for key in [0, 1, rounding_key(9)] {
+                let rounding = Rounding { key, first };
+                assert_eq!(rounding.block::<32>(), std::array::from_fn(|i| rounding.bits(i)), "key {key}, element {first}");
             }
         }
     }

@@ -1,8 +1,8 @@
 //! The passes of [`adam`] and [`norm`], compiled for every instruction set and chosen at run time.
 //!
-//! There is no vector arithmetic here. Each pass is inlined into a shell function that only enables instructions; the compiler then
-//! vectorises the specification itself, so all instruction sets agree bit for bit. Only the stores of results are hand-written: see
-//! [`Stores`]. On x86-64 a block with denormal moments takes a separate path: see [`lifting`].
+//! Each pass is inlined into a shell function that only enables instructions; the compiler then vectorises the specification itself, so all
+//! instruction sets agree bit for bit. Hand-written are the stores of results (see [`Stores`]) and, on x86-64, the codec of 8-bit moments,
+//! which has only integer operations (`int8_codec.rs`). On x86-64 a block with denormal moments takes a separate path: see [`lifting`].
 #![allow(unsafe_code)]
 
 use crate::dtype::Element;
@@ -267,7 +267,7 @@ impl AdamKernels {
             }
             assert_eq!(params.len(), o.len(), "params against working weights");
             self.run_blocks(o.len(), [ArraySpan::of(o)], o, #[inline(always)] move |o, access, at| {
-                access.emit(params, o, &at);
+                access.emit(access.read(params, &at), &mut o[at]);
                 false
             });
         });
@@ -409,12 +409,12 @@ impl PassAccess {
         block
     }
 
-    /// See [`adam::emit`].
+    /// See [`adam::emit`]; at most a block.
     #[inline(always)]
-    fn emit<O: Element>(self, params: &[f32], out: &mut [O], at: &Range<usize>) {
+    fn emit<O: Element>(self, params: &[f32], out: &mut [O]) {
         let mut block = LineAligned([O::from_f32(0.0); BLOCK]);
-        adam::emit(self.read(params, at), &mut block.0[..at.len()]);
-        self.write(self.stream_out, &mut out[at.clone()], &block.0);
+        adam::emit(params, &mut block.0[..params.len()]);
+        self.write(self.stream_out, out, &block.0);
     }
 
     /// Fills `to` from the beginning of `block`. If it `streams`, `to` must be a whole block, aligned to cache lines.
@@ -439,7 +439,13 @@ struct StoreLine([u8; LINE_BYTES]);
 mod blocks;
 mod int8;
 #[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
+mod int8_avx2;
+#[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
 mod int8_avx512;
+#[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
+mod int8_codec;
+#[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
+mod int8_vectors;
 mod lifting;
 mod split;
 

@@ -1,157 +1,173 @@
 //! Passes over states with 8-bit moments, for every instruction set: blocks of [`int8_state`], with prefetches and streamed weights.
+//!
+//! The formats of gradients and weights are distinguished in every block. A pass for each combination of formats would be at most 5 %
+//! faster, and would be compiled nine times.
 
-#[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
-use super::int8_avx512::Avx512Codec;
 use super::lifting::Lifting;
-use super::{AdamKernels, BLOCK, Isa, LINE_BYTES, LineAligned, PassAccess, StoreLine, shells};
-use crate::dtype::Element;
+use super::{AdamKernels, BLOCK, Isa, LINE_BYTES, PassAccess, StoreLine, shells};
+#[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
+use super::{int8_avx2::Avx2, int8_avx512::Avx512, int8_codec::VectorCodec};
 use crate::optim::adam::{self, AdamState, AdamStep};
 use crate::optim::formats::{Grads, Weights, typed};
 use crate::optim::int8::{self, BlockCodec, GROUP, MomentGroup, PlainCodec};
-use crate::optim::int8_state::{self, Int8State, Int8Update, Lanes, run_block};
+use crate::optim::int8_state::{self, BlockGrads, BlockPass, BlockStep, Int8State, Lanes};
 use std::ops::Range;
 
 /// Blocks of passes are blocks of the format.
 const _: () = assert!(BLOCK == int8::BLOCK);
 
+/// An update of a range of parameters: the step and the gradients.
+type Int8Update<'a> = (AdamStep, Grads<'a>);
+
 impl AdamKernels {
     /// See [`int8_state::run`]: the updates are `commit` and `speculate`.
     ///
     /// # Panics
-    /// Also if the gradients have different formats, or there is no update.
-    pub fn run_int8(self, updates: [Option<(AdamStep, Grads<'_>)>; 2], state: &mut Int8State<'_>, out: Option<Weights<'_>>) {
-        use Grads::{Bf16, F16, F32};
-        let [commit, speculate] = updates.map(|update| update.map(|(_, grads)| grads));
-        let steps = updates.map(|update| update.map(|(step, _)| step));
-        match (commit, speculate) {
-            (Some(F32(h)), Some(F32(g))) => self.in_format(steps, [h, g], state, out),
-            (Some(Bf16(h)), Some(Bf16(g))) => self.in_format(steps, [h, g], state, out),
-            (Some(F16(h)), Some(F16(g))) => self.in_format(steps, [h, g], state, out),
-            (Some(g), None) | (None, Some(g)) => typed!(Grads(g) = g => self.in_format(steps, [g, g], state, out)),
-            _ => panic!("an update, or two with gradients of one format"),
-        }
-    }
-
-    fn in_format<G: Element>(
-        self,
-        [commit, speculate]: [Option<AdamStep>; 2],
-        [h, g]: [&[G]; 2],
-        state: &mut Int8State<'_>,
-        out: Option<Weights<'_>>,
-    ) {
-        let updates = [commit.map(|step| (step, h)), speculate.map(|step| (step, g))];
-        match out {
-            None => self.in_formats::<G, f32>(updates, state, None),
-            Some(out) => typed!(Weights(o) = out => self.in_formats(updates, state, Some(o))),
-        }
-    }
-
-    fn in_formats<G: Element, O: Element>(self, updates: [Int8Update<'_, G>; 2], state: &mut Int8State<'_>, out: Option<&mut [O]>) {
+    /// Also if there is no update.
+    pub fn run_int8(self, updates: [Option<Int8Update<'_>>; 2], state: &mut Int8State<'_>, out: Option<Weights<'_>>) {
+        state.check(updates.map(|update| update.map(|(_, grads)| grads.len())), out.as_ref().map(Weights::len));
+        let elems = state.params.len();
         if shells::WHOLE {
             return self.run(
                 #[inline(always)]
-                |_| int8_state::run(updates, state, out),
+                |_| Operands { state: state.reborrow(), out }.run_part(updates, 0..elems),
             );
         }
-        let elems = state.params.len();
-        state.check(updates, &out);
-        let liftings = updates.map(|update| update.map(|(step, _)| Lifting::new(step)));
+        let operands = Operands { state: state.reborrow(), out };
+        // Functions and not values, so that the compiler leaves out the parts of the other update.
+        match updates {
+            [Some(commit), None] => self.run_int8_blocks(
+                #[inline(always)]
+                move || [Some(commit), None],
+                operands,
+            ),
+            [None, Some(speculate)] => self.run_int8_blocks(
+                #[inline(always)]
+                move || [None, Some(speculate)],
+                operands,
+            ),
+            [Some(commit), Some(speculate)] => self.run_int8_blocks(
+                #[inline(always)]
+                move || [Some(commit), Some(speculate)],
+                operands,
+            ),
+            [None, None] => panic!("a pass without an update"),
+        }
+    }
+
+    /// The pass in blocks. `updates` returns the updates.
+    #[inline(always)]
+    fn run_int8_blocks<'a>(self, updates: impl Fn() -> [Option<Int8Update<'a>>; 2] + Copy, operands: Operands<'_>) {
+        let (liftings, elems) = (updates().map(|update| update.map(|(step, _)| Lifting::new(step))), operands.state.params.len());
         // Blocks of the flat order: only they may be written.
-        let lead = (BLOCK - state.first % BLOCK) % BLOCK;
-        let lines = out.as_ref().is_some_and(|out| (out.as_ptr().addr() + lead * size_of::<O>()).is_multiple_of(LINE_BYTES));
-        let state = Int8State { first: state.first, params: &mut *state.params, m: state.m.reborrow(), v: state.v.reborrow() };
+        let lead = (BLOCK - operands.state.first % BLOCK) % BLOCK;
         self.run_blocks_from(
             lead,
-            lines,
+            operands.out.as_ref().is_some_and(|out| begins_line(out, lead)),
             elems,
-            (state, out),
+            operands,
             #[inline(always)]
-            move |(state, out), access, at| access.int8_block((updates, &liftings), state, out.as_deref_mut(), at),
+            move |operands, access, at| operands.run((updates(), &liftings), access, at),
         );
     }
+}
+
+/// Whether element `lead` begins a cache line.
+fn begins_line(out: &Weights<'_>, lead: usize) -> bool {
+    typed!(Weights(out) = out => (out.as_ptr().addr() + lead * size_of_val(&out[..1.min(out.len())])).is_multiple_of(LINE_BYTES))
 }
 
 /// The steps of blocks that may have small numbers: of each update.
 type Liftings = [Option<Lifting>; 2];
 
-/// Takes the updates' steps on a block.
+/// Takes an update's step on a block.
+#[derive(Clone, Copy)]
 struct Stepper<'a> {
     isa: Isa,
     /// If the block may have small numbers.
-    liftings: Option<&'a Liftings>,
+    lifting: Option<&'a Lifting>,
 }
 
-impl Stepper<'_> {
-    /// Takes the step of the update `nth`. Returns whether the block had small numbers.
+impl BlockStep for Stepper<'_> {
     #[inline(always)]
-    fn step(&self, nth: usize, step: AdamStep, block: &mut AdamState<'_>, grads: &[f32; BLOCK]) -> bool {
-        if let Some(lifting) = self.liftings.and_then(|liftings| liftings[nth].as_ref()) {
+    fn step(self, step: AdamStep, block: &mut AdamState<'_>, grads: &[f32; BLOCK]) -> bool {
+        if let Some(lifting) = self.lifting {
             return lifting.commit(self.isa, block, grads);
         }
         adam::commit(step, block, grads);
         false
     }
+}
 
-    /// See [`run_block`].
+impl BlockGrads for Grads<'_> {
     #[inline(always)]
-    fn run<G: Element, O: Element>(
-        &self,
-        codec: impl BlockCodec,
-        updates: [Int8Update<'_, G>; 2],
-        state: &mut Int8State<'_>,
-        lanes: Lanes,
-        out: Option<&mut [O]>,
-    ) -> bool {
-        run_block(
-            codec,
-            updates,
-            state,
-            lanes,
-            out,
-            #[inline(always)]
-            |nth, step, block, grads| self.step(nth, step, block, grads),
-        )
+    fn len(self) -> usize {
+        typed!(Grads(grads) = self => grads.len())
+    }
+
+    #[inline(always)]
+    fn widened(self, lanes: Lanes) -> [f32; BLOCK] {
+        typed!(Grads(grads) = self => grads.widened(lanes))
     }
 }
 
-impl PassAccess {
-    /// The pass on the elements `at`. Returns whether they had small numbers.
+/// The state and the working weights of a pass.
+struct Operands<'a> {
+    state: Int8State<'a>,
+    out: Option<Weights<'a>>,
+}
+
+impl Operands<'_> {
+    /// The pass on the elements `at`, by the specification.
     #[inline(always)]
-    fn int8_block<G: Element, O: Element>(
-        self,
-        (updates, liftings): ([Int8Update<'_, G>; 2], &Liftings),
-        state: &mut Int8State<'_>,
-        out: Option<&mut [O]>,
-        at: Range<usize>,
-    ) -> bool {
-        self.prefetch_state(state, &at);
-        for (_, grads) in updates.into_iter().flatten() {
-            self.prefetch(grads, at.start);
+    fn run_part(&mut self, updates: [Option<Int8Update<'_>>; 2], at: Range<usize>) {
+        match &mut self.out {
+            None => int8_state::run_part::<_, f32>(updates, &mut self.state, None, at),
+            Some(out) => typed!(Weights(out) = out => int8_state::run_part(updates, &mut self.state, Some(&mut out[..]), at)),
         }
-        let mut weights = LineAligned([O::from_f32(0.0); BLOCK]);
-        let lanes = if self.isa == Isa::Scalar { Lanes::part(state.first, &at) } else { Lanes::whole(at.start) };
-        let narrow = out.is_some().then_some(&mut weights.0[..lanes.len()]);
-        let stepper = Stepper { isa: self.isa, liftings: self.careful.then_some(liftings) };
-        let small = match self.isa {
+    }
+
+    /// The pass on the elements `at`: a block, or a part of blocks for [`Isa::Scalar`]. Returns whether they had small numbers.
+    #[inline(always)]
+    fn run(&mut self, (updates, liftings): ([Option<Int8Update<'_>>; 2], &Liftings), access: PassAccess, at: Range<usize>) -> bool {
+        let stepped = [0, 1].map(|nth| Stepper { isa: access.isa, lifting: liftings[nth].as_ref().filter(|_| access.careful) });
+        match access.isa {
+            Isa::Scalar => {
+                self.run_part(updates, at);
+                false
+            }
+            #[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
+            // SAFETY: this pass runs with AVX2.
+            Isa::Avx2 => self.run_block(BlockPass { codec: unsafe { VectorCodec::<Avx2>::new() }, updates, stepped }, access, at),
             #[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
             // SAFETY: this pass runs with AVX-512.
-            Isa::Avx512 => stepper.run(unsafe { Avx512Codec::new() }, updates, state, lanes, narrow),
-            _ => stepper.run(PlainCodec, updates, state, lanes, narrow),
-        };
-        if let Some(out) = out {
-            self.write(self.stream_out, &mut out[at], &weights.0);
+            Isa::Avx512 => self.run_block(BlockPass { codec: unsafe { VectorCodec::<Avx512>::new() }, updates, stepped }, access, at),
+            _ => self.run_block(BlockPass { codec: PlainCodec, updates, stepped }, access, at),
+        }
+    }
+
+    /// The pass on a block.
+    #[inline(always)]
+    fn run_block(&mut self, pass: BlockPass<impl BlockCodec, Stepper<'_>, Grads<'_>>, access: PassAccess, at: Range<usize>) -> bool {
+        self.prefetch(pass.updates, access, at.start);
+        let (block, small) = pass.run(&mut self.state, Lanes::whole(at.start));
+        if let Some(out) = &mut self.out {
+            typed!(Weights(out) = out => access.emit(&block.params, &mut out[at]));
         }
         small
     }
 
-    /// Prefetches the state of later elements.
+    /// Prefetches the state and the gradients of later elements.
     #[inline(always)]
-    fn prefetch_state(self, state: &Int8State<'_>, at: &Range<usize>) {
-        self.prefetch(state.params, at.start);
-        if self.prefetch_elems > 0 {
+    fn prefetch(&self, updates: [Option<Int8Update<'_>>; 2], access: PassAccess, at: usize) {
+        access.prefetch(self.state.params, at);
+        for (_, grads) in updates.into_iter().flatten() {
+            typed!(Grads(grads) = grads => access.prefetch(grads, at));
+        }
+        if access.prefetch_elems > 0 {
             // Groups and lines have nearly the same period, so a line for each block suffices.
-            let ahead = (at.start + self.prefetch_elems) * size_of::<MomentGroup>() / GROUP;
-            for groups in [state.m.all(), state.v.all()] {
+            let ahead = (at + access.prefetch_elems) * size_of::<MomentGroup>() / GROUP;
+            for groups in [self.state.m.all(), self.state.v.all()] {
                 shells::prefetch(groups.as_ptr().cast::<u8>().wrapping_add(ahead).cast::<StoreLine>());
             }
         }

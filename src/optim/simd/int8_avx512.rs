@@ -1,95 +1,161 @@
-//! The codec of 8-bit moments by AVX-512, bit-identical to [`MomentKind`]. The compiler vectorises the specification, too, but divides the
-//! decoding into pieces of odd sizes and moves the exponent of a block through general registers: with this code the fused pass takes about
-//! a tenth less time.
+//! Vectors of AVX-512 for the codec of 8-bit moments.
+//!
+//! Instructions that narrow or widen do so within 128 bits. Half words are left in the order in which `narrow` stores them: the first four
+//! of each of two vectors, then the next four. Only bytes are brought into the order of elements, for both moments at once.
 
-use crate::optim::int8::{BLOCK, BlockCodec, DROPPED, HALF_UNIT, MAGNITUDE, MANTISSA, MomentKind};
-use crate::optim::moments::Rounding;
+use super::int8_vectors::{HALVES, Vectors};
+use crate::optim::int8::BLOCK;
 use std::arch::x86_64::{
-    __m128i, __m512i, _mm_cvtsi128_si32, _mm_loadu_si128, _mm_max_epu32, _mm_set1_epi32, _mm_shuffle_epi32, _mm_slli_epi32, _mm_srli_epi32,
-    _mm_storeu_si128, _mm_sub_epi32, _mm256_castsi256_si128, _mm256_extracti128_si256, _mm256_max_epu32, _mm512_add_epi32,
-    _mm512_and_si512, _mm512_andnot_si512, _mm512_broadcastd_epi32, _mm512_castsi512_si256, _mm512_cvtepi32_epi8, _mm512_cvtepu8_epi32,
-    _mm512_extracti64x4_epi64, _mm512_loadu_si512, _mm512_maskz_or_epi32, _mm512_max_epu32, _mm512_min_epu32, _mm512_set1_epi32,
-    _mm512_slli_epi32, _mm512_srli_epi32, _mm512_storeu_si512, _mm512_sub_epi32, _mm512_test_epi32_mask,
+    __m256i, __m512i, _mm_cvtsi128_si32, _mm_min_epu16, _mm_minpos_epu16, _mm256_castsi256_si128, _mm256_extracti128_si256,
+    _mm256_loadu_si256, _mm256_storeu_si256, _mm512_add_epi16, _mm512_add_epi32, _mm512_and_si512, _mm512_castsi256_si512,
+    _mm512_castsi512_si256, _mm512_extracti64x4_epi64, _mm512_inserti64x4, _mm512_loadu_si512, _mm512_maskz_mov_epi16, _mm512_min_epu16,
+    _mm512_packs_epi32, _mm512_packus_epi16, _mm512_packus_epi32, _mm512_permutexvar_epi32, _mm512_set1_epi16, _mm512_set1_epi32,
+    _mm512_setr_epi32, _mm512_setzero_si512, _mm512_shuffle_i64x2, _mm512_slli_epi16, _mm512_srai_epi16, _mm512_srli_epi16,
+    _mm512_srli_epi32, _mm512_storeu_si512, _mm512_subs_epu16, _mm512_test_epi16_mask, _mm512_unpackhi_epi8, _mm512_unpackhi_epi16,
+    _mm512_unpacklo_epi8, _mm512_unpacklo_epi16,
 };
 
-/// Lanes of a vector.
-const LANES: usize = 16;
-
-/// The codec; a value exists only in passes that run with AVX-512.
+/// See the module.
 #[derive(Clone, Copy)]
-pub(super) struct Avx512Codec(());
+pub(super) struct Avx512;
 
-impl Avx512Codec {
-    /// # Safety
-    /// The caller runs with AVX-512.
-    #[inline(always)]
-    pub(super) unsafe fn new() -> Self {
-        Self(())
-    }
-}
+impl Vectors for Avx512 {
+    type Words = __m512i;
+    type Halves = __m512i;
 
-impl BlockCodec for Avx512Codec {
     #[inline(always)]
-    fn decode(self, kind: MomentKind, codes: &[u8; BLOCK], exponent: u8) -> [f32; BLOCK] {
-        let mut values = [0.0; BLOCK];
-        // SAFETY: there is AVX-512, and every access is within an array.
-        unsafe {
-            let base = splat(u32::from(exponent) << MANTISSA);
-            for at in [0, LANES] {
-                let code = _mm512_cvtepu8_epi32(_mm_loadu_si128(codes.as_ptr().add(at).cast()));
-                let value = match kind {
-                    MomentKind::First => {
-                        let (k, sign) = (_mm512_and_si512(code, splat(0x7f)), _mm512_and_si512(code, splat(0x80)));
-                        let magnitude = _mm512_slli_epi32::<DROPPED>(_mm512_add_epi32(k, base));
-                        _mm512_maskz_or_epi32(_mm512_test_epi32_mask(k, k), magnitude, _mm512_slli_epi32::<24>(sign))
-                    }
-                    MomentKind::Second => _mm512_slli_epi32::<DROPPED>(_mm512_add_epi32(code, base)),
-                };
-                _mm512_storeu_si512(values.as_mut_ptr().add(at).cast(), value);
-            }
-        }
-        values
+    unsafe fn splat(value: u32) -> __m512i {
+        // SAFETY: the caller upholds the contract.
+        unsafe { _mm512_set1_epi32(value as i32) }
     }
 
     #[inline(always)]
-    fn encode(self, kind: MomentKind, values: &mut [f32; BLOCK], rounding: Rounding, codes: &mut [u8; BLOCK]) -> u8 {
-        let mut random = [0; BLOCK];
-        for (i, bits) in random.iter_mut().enumerate() {
-            *bits = rounding.bits(i);
-        }
+    unsafe fn load_bits(from: &[u32; BLOCK], at: usize) -> __m512i {
+        // SAFETY: as above; the slice has 16 words.
+        unsafe { _mm512_loadu_si512(from[at..][..16].as_ptr().cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn and(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_and_si512(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_add_epi32(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn shift<const BITS: u32>(a: __m512i) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_srli_epi32::<BITS>(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow([a, b]: [__m512i; HALVES]) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_packus_epi32(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_signs([a, b]: [__m512i; HALVES]) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_packs_epi32(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn halves(value: u16) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_set1_epi16(value as i16) }
+    }
+
+    #[inline(always)]
+    unsafe fn and_halves(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_and_si512(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn add_halves(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_add_epi16(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn less(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_subs_epu16(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn shift_halves<const BITS: u32>(a: __m512i) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_srli_epi16::<BITS>(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn shift_halves_signed<const BITS: u32>(a: __m512i) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_srai_epi16::<BITS>(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn shift_halves_left<const BITS: u32>(a: __m512i) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_slli_epi16::<BITS>(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn where_some(a: __m512i, bits: __m512i, then: __m512i) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_maskz_mov_epi16(_mm512_test_epi16_mask(a, bits), then) }
+    }
+
+    #[inline(always)]
+    unsafe fn least([a, b]: [__m512i; 2]) -> [u16; 2] {
         // SAFETY: as above.
         unsafe {
-            let magnitude = splat(MAGNITUDE);
-            // Without closures: intrinsics are compiled as calls in closures that are not inlined.
-            let (mut bits, mut rounded) = ([magnitude; 2], [magnitude; 2]);
-            for nth in 0..2 {
-                bits[nth] = _mm512_loadu_si512(values.as_ptr().add(nth * LANES).cast());
-                let above = match kind {
-                    MomentKind::First => splat(HALF_UNIT),
-                    MomentKind::Second => {
-                        _mm512_srli_epi32::<{ 32 - DROPPED }>(_mm512_loadu_si512(random.as_ptr().add(nth * LANES).cast()))
-                    }
-                };
-                rounded[nth] = _mm512_min_epu32(_mm512_add_epi32(_mm512_and_si512(bits[nth], magnitude), above), magnitude);
-            }
-            let range = _mm_set1_epi32(kind.range() as i32);
-            let largest = _mm_srli_epi32::<23>(largest(_mm512_max_epu32(rounded[0], rounded[1])));
-            let exponent = _mm_sub_epi32(_mm_max_epu32(largest, range), range);
-            let least = _mm512_broadcastd_epi32(_mm_slli_epi32::<{ MANTISSA as i32 }>(exponent));
-            for nth in 0..2 {
-                let upper = _mm512_max_epu32(_mm512_srli_epi32::<DROPPED>(rounded[nth]), least);
-                let (k, value) = (_mm512_sub_epi32(upper, least), _mm512_slli_epi32::<DROPPED>(upper));
-                let (code, value) = match kind {
-                    MomentKind::First => {
-                        let (some, sign) = (_mm512_test_epi32_mask(k, k), _mm512_andnot_si512(magnitude, bits[nth]));
-                        (_mm512_maskz_or_epi32(some, k, _mm512_srli_epi32::<24>(sign)), _mm512_maskz_or_epi32(some, value, sign))
-                    }
-                    MomentKind::Second => (k, value),
-                };
-                _mm_storeu_si128(codes.as_mut_ptr().add(nth * LANES).cast(), _mm512_cvtepi32_epi8(code));
-                _mm512_storeu_si512(values.as_mut_ptr().add(nth * LANES).cast(), value);
-            }
-            _mm_cvtsi128_si32(exponent) as u8
+            // The least of pairs, `a`'s in the lower half.
+            let (lower, upper) = (_mm512_shuffle_i64x2::<0b01_00_01_00>(a, b), _mm512_shuffle_i64x2::<0b11_10_11_10>(a, b));
+            let both = _mm512_min_epu16(lower, upper);
+            [least_of_16(_mm512_castsi512_si256(both)), least_of_16(_mm512_extracti64x4_epi64::<1>(both))]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_upper(upper: __m512i, to: &mut [f32; BLOCK]) {
+        // SAFETY: as above.
+        unsafe {
+            let zero = _mm512_setzero_si512();
+            _mm512_storeu_si512(to[..16].as_mut_ptr().cast(), _mm512_unpacklo_epi16(zero, upper));
+            _mm512_storeu_si512(to[16..].as_mut_ptr().cast(), _mm512_unpackhi_epi16(zero, upper));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_codes([a, b]: [&[u8; BLOCK]; 2]) -> [__m512i; 2] {
+        // SAFETY: as above.
+        unsafe {
+            let lower = _mm512_castsi256_si512(_mm256_loadu_si256(a.as_ptr().cast()));
+            let both = _mm512_inserti64x4::<1>(lower, _mm256_loadu_si256(b.as_ptr().cast()));
+            // A lane has four bytes of each vector of words: of `a`'s, then of `b`'s.
+            let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            let (lanes, zero) = (_mm512_permutexvar_epi32(order, both), _mm512_setzero_si512());
+            [_mm512_unpacklo_epi8(zero, lanes), _mm512_unpackhi_epi8(zero, lanes)]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_codes([a, b]: [__m512i; 2], [to_a, to_b]: [&mut [u8; BLOCK]; 2]) {
+        // SAFETY: as above.
+        unsafe {
+            // The inverse of the order in `load_codes` is the order itself.
+            let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            let both = _mm512_permutexvar_epi32(order, _mm512_packus_epi16(a, b));
+            _mm256_storeu_si256(to_a.as_mut_ptr().cast(), _mm512_castsi512_si256(both));
+            _mm256_storeu_si256(to_b.as_mut_ptr().cast(), _mm512_extracti64x4_epi64::<1>(both));
         }
     }
 }
@@ -97,22 +163,10 @@ impl BlockCodec for Avx512Codec {
 /// # Safety
 /// The CPU has AVX-512.
 #[inline(always)]
-unsafe fn splat(value: u32) -> __m512i {
-    // SAFETY: the caller upholds the contract.
-    unsafe { _mm512_set1_epi32(value as i32) }
-}
-
-/// The largest of 16 unsigned numbers, in the first lane.
-///
-/// # Safety
-/// The CPU has AVX-512.
-#[inline(always)]
-unsafe fn largest(all: __m512i) -> __m128i {
+unsafe fn least_of_16(all: __m256i) -> u16 {
     // SAFETY: the caller upholds the contract.
     unsafe {
-        let eight = _mm256_max_epu32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64::<1>(all));
-        let four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256::<1>(eight));
-        let two = _mm_max_epu32(four, _mm_shuffle_epi32::<0b1110>(four));
-        _mm_max_epu32(two, _mm_shuffle_epi32::<0b01>(two))
+        let eight = _mm_min_epu16(_mm256_castsi256_si128(all), _mm256_extracti128_si256::<1>(all));
+        _mm_cvtsi128_si32(_mm_minpos_epu16(eight)) as u16
     }
 }

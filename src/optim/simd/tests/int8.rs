@@ -30,12 +30,14 @@ impl<G: Element, O: Element> Int8Case<G, O> {
         let case = if kind == 0 { Case::<f32, G, O>::ordinary(len) } else { Case::wild(len) };
         let mut rng = ChaCha8Rng::seed_from_u64(len as u64);
         let groups = (first % GROUP + len).div_ceil(GROUP);
-        let mut bytes = || {
+        // Any codes, with exponents that occur.
+        let mut any = |kind: MomentKind| {
             let mut groups = vec![MomentGroup::zeroed(); groups];
             bytemuck::cast_slice_mut::<_, u8>(&mut groups).iter_mut().for_each(|byte| *byte = rng.next_u32() as u8);
+            groups.iter_mut().flat_map(|group| &mut group.exponents).for_each(|exponent| *exponent = (*exponent).min(kind.most()));
             groups
         };
-        let (mut m, mut v) = (bytes(), bytes());
+        let (mut m, mut v) = (any(MomentKind::First), any(MomentKind::Second));
         if kind != 1 {
             let values = |seed| -> Vec<f32> {
                 let mut rng = ChaCha8Rng::seed_from_u64(seed);
