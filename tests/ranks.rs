@@ -292,23 +292,31 @@ fn a_rank_that_fails_leaves_the_last_checkpoint_whole() {
     let whole = train(&workspace, "whole", &gpus(2, &[]));
     // GPUs need seconds to start.
     let limit = Duration::from_secs(5) + if device() == "--device=cuda" { began.elapsed() } else { Duration::ZERO };
-    let flags = gpus(2, &["--save-steps=3"]);
-    for (phase, step, lost) in [("read", 7, "steps 4 to 6"), ("flush", 7, "steps 4 to 6"), ("gather", 6, "steps 4 to 5")] {
+    let stops = "--save-memory=off";
+    for (phase, step, lost, memory) in [
+        ("read", 7, "steps 4 to 6", "--save-memory=auto"),
+        ("read", 7, "steps 4 to 6", stops),
+        ("flush", 7, "steps 4 to 6", "--save-memory=auto"),
+        ("flush", 7, "steps 4 to 6", stops),
+        // The save after step 3 must have ended.
+        ("gather", 6, "steps 4 to 5", stops),
+    ] {
+        let flags = gpus(2, &["--save-steps=3", memory]);
         workspace.settings(&format!("faults = [{{rank = 1, step = {step}, phase = '{phase}'}}]"));
-        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let (flags, out): (Vec<&str>, _) = (flags.iter().map(String::as_str).collect(), format!("{phase}{memory}"));
         let start = Instant::now();
-        let failed = run(&mut workspace.train(phase, &flags));
-        assert!(start.elapsed() < limit, "{phase} took {:?} of {limit:?}", start.elapsed());
+        let failed = run(&mut workspace.train(&out, &flags));
+        assert!(start.elapsed() < limit, "{out} took {:?} of {limit:?}", start.elapsed());
         failed.refused(1, &[&format!("of step {step}: it was to fail (faults)")]);
         let is_named = ["error: rank 1: ", "error: rank 1 (GPU 1): "].iter().any(|name| failed.stderr.starts_with(name));
         assert!(is_named && !failed.stderr.contains("; then"), "{failed:?}");
-        let last = workspace.path(&format!("{phase}/checkpoint-3"));
+        let last = workspace.path(&format!("{out}/checkpoint-3"));
         assert!(failed.stdout.contains(&format!("\n  checkpoint    {}\n", last.display())), "{failed:?}");
         assert!(failed.stdout.contains(&format!("\n  lost          {lost}, all since {}\n", last.display())), "{failed:?}");
-        assert_eq!(workspace.names(phase, "checkpoint-"), ["checkpoint-3"]);
-        assert_eq!(workspace.names(phase, ".checkpoint"), [""; 0]);
+        assert_eq!(workspace.names(&out, "checkpoint-"), ["checkpoint-3"]);
+        assert_eq!(workspace.names(&out, ".checkpoint"), [""; 0]);
         workspace.settings("");
-        assert_eq!(run(&mut workspace.resume(phase, &flags)).digest(), whole, "goes on after {phase}");
+        assert_eq!(run(&mut workspace.resume(&out, &flags)).digest(), whole, "goes on after {out}");
     }
 }
 

@@ -94,7 +94,7 @@ fn every_section_and_number_is_that_of_the_metrics() {
     let workspace = trained();
     let page = page(&workspace, &["plain"]);
     let at: Vec<_> = SECTIONS.iter().map(|name| page.find(&format!("<h2>{name}</h2>")).expect(name)).collect();
-    assert!(at.is_sorted(), "{at:?}");
+    assert!(at.is_sorted() && page.contains("<h2>Waits for saves</h2>"), "{at:?}");
     let (steps, evals): (Vec<Value>, Vec<Value>) = workspace.metrics("plain").into_iter().partition(|line| line.get("loss").is_some());
     assert_eq!((steps.len() as u64, evals.len()), (STEPS, 3));
     let sum = |key: &str| steps.iter().map(|line| line[key].as_f64().unwrap()).sum::<f64>();
@@ -126,8 +126,8 @@ fn every_section_and_number_is_that_of_the_metrics() {
     let states = format!("<td>Plan</td><td>states of {} of {} buckets on the device, ", plan["resident_buckets"], plan["buckets"]);
     assert!(page.contains(&states) && page.contains("layers: 1 "), "{states}");
     assert!(page.contains("<td>Build</td>") && page.contains(concat!("superoffload ", env!("CARGO_PKG_VERSION"), ", commit ")));
-    assert_eq!((page.matches("<div class=\"plot\">").count(), page.matches("class=\"dot ").count()), (5, 1));
-    assert_eq!(check_svg(&page), 5 * 2 + 4 + LANES);
+    assert_eq!((page.matches("<div class=\"plot\">").count(), page.matches("class=\"dot ").count()), (6, 1));
+    assert_eq!(check_svg(&page), 6 * 2 + 4 + LANES);
     let strokes = |class: &str| page.split_once(&format!("<path class=\"{class} r0\"")).unwrap().1.split('"').nth(3).unwrap().to_string();
     let best = evals.iter().min_by(|a, b| a["eval_loss"].as_f64().unwrap().total_cmp(&b["eval_loss"].as_f64().unwrap())).unwrap();
     let at = |place: &str| place.trim_end_matches("h0").split(',').map(|x| x.parse::<f64>().unwrap()).collect::<Vec<_>>();
@@ -175,9 +175,9 @@ fn several_runs_are_drawn_over_each_other_and_differences_are_shown() {
     let replan = ["replan", "default", "default", "off"].map(|word| format!("<td><code>{word}</code></td>")).concat();
     assert!(page.contains(&replan), "a default that records leave out is not unknown: {page}");
     assert!(page.contains("<h1>plain, other</h1>") && page.contains("<td><code>0.5</code></td>"));
-    assert_eq!(page.matches("<path class=\"smooth r0\"").count(), 5);
-    assert_eq!(page.matches("<path class=\"smooth r1\"").count(), 5);
-    assert_eq!(check_svg(&page), 5 * 2 + 2 * (4 + LANES));
+    assert_eq!(page.matches("<path class=\"smooth r0\"").count(), 6);
+    assert_eq!(page.matches("<path class=\"smooth r1\"").count(), 6);
+    assert_eq!(check_svg(&page), 6 * 2 + 2 * (4 + LANES));
 }
 
 #[test]
@@ -189,7 +189,7 @@ fn an_invalid_timeline_is_reported_and_the_rest_is_shown() {
     let page = page(&workspace, &["plain"]);
     assert!(page.contains("No trace.json in the output directory has three whole steps.") && !page.contains("Typical: step"));
     assert!(!page.contains("perfetto"));
-    assert_eq!(check_svg(&page), 5 * 2 + 4);
+    assert_eq!(check_svg(&page), 6 * 2 + 4);
 }
 
 #[test]

@@ -16,7 +16,7 @@ fn a_check_at_the_read_leaves_the_state_to_its_reader() {
         fs::write(path.join(name), bytes).unwrap();
     };
     flip(STATE);
-    let mut opened = Check::WhenRead.open(&path).ok().expect("no state is read");
+    let mut opened = Check::WhenRead.open(&path).expect("no state is read");
     let found = [Check::Now.open(&path).err(), opened.read_elems("wte", StatePart::PARAMS, 0, &mut [0.0]).err()];
     assert!(found.iter().all(|error| error.as_ref().is_some_and(is_state_damage)), "{found:?}");
     flip("model/config.json");

@@ -11,6 +11,7 @@ use super::watch::driver_state::DriverActivity;
 use crate::bucket::slot::Slot;
 use crate::device::{Kernels, Stream};
 use crate::error::Result;
+use crate::faults::FaultPhase;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -49,6 +50,8 @@ impl<D: Kernels> Engine<D> {
 
     /// Like [`Engine::begin_save`], for this rank only.
     pub(super) fn begin_own_save(&mut self) -> Result<FrozenState> {
+        self.inject(FaultPhase::Flush)?;
+        self.inject(FaultPhase::Read)?;
         let (slices, copies) = (self.exchange.slices(), self.scratch.copies);
         let count = slices.layout().count();
         let ranges: Vec<_> = (0..count).map(|bucket| slices.local(bucket)).collect();

@@ -29,8 +29,11 @@ impl<D: Kernels> Engine<D> {
     ) -> Result<()> {
         let before = self.driver_state.activity();
         self.driver_state.set_activity(activity, number as u64);
+        let is_scheduled = self.fault_injector.as_ref().is_some_and(FaultInjector::decides);
         loop {
             let rung = self.bell.rings();
+            // Before the pump, which then reports all that a save has read.
+            let is_read = is_scheduled && self.is_read_by_save();
             let progressed = self.pump()?;
             if ready(self)? {
                 self.driver_state.set_activity(before.0, before.1);
@@ -38,21 +41,16 @@ impl<D: Kernels> Engine<D> {
             }
             if self.advance_one()? || progressed {
                 self.exchange.pass()?;
-            } else if self.fault_injector.as_ref().is_some_and(FaultInjector::decides) {
-                self.pass_without_work()?;
+            } else if is_read {
+                // Threads that are not scheduled read the state.
+                std::thread::yield_now();
+                self.exchange.pass()?;
+            } else if is_scheduled {
+                self.exchange.pass_idle()?;
             } else {
                 self.bell.wait(rung);
             }
         }
-    }
-
-    /// Lets another rank run in a test that schedules ranks. Threads that are not scheduled may read the state for a save.
-    fn pass_without_work(&self) -> Result<()> {
-        if !self.is_read_by_save() {
-            return self.exchange.pass_idle();
-        }
-        std::thread::yield_now();
-        self.exchange.pass()
     }
 
     /// Runs the injected fault of this phase, if a test has one.

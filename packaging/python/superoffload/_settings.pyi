@@ -131,7 +131,7 @@ class Settings(TypedDict, total=False):
     save_total_limit: int
     """Number of newest checkpoints to keep, besides the one with the best evaluation [default: all]."""
     save_memory: str | int | float
-    """Host memory for saves beside steps; off: a save stops training [default: off]."""
+    """Host memory for saves beside steps; off: a save stops training [default: auto]."""
     save_rate: str | int | float
     """Let saves write at most this much in a second, for example 500MiB [default: as fast as the disk]."""
     max_skipped_steps: int
