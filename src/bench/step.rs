@@ -22,6 +22,7 @@ use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
 use crate::progress_event::ProgressEvent;
 use crate::ranks::links::{EndOfRun, LastResort};
+use crate::request::choices::SaveMemory;
 use crate::signals::StopFlag;
 use crate::simulate::random_tokens::{RandomData, RandomTokens};
 use crate::simulate::timed::Steps;
@@ -65,7 +66,7 @@ impl StepBench {
         options.check()?;
         let (model, shape) = options.take_model()?;
         let StepOptions { warmup, steps, clip, data, train, .. } = options;
-        let settings = Settings::resolve_over(Settings::default(), train)?;
+        let settings = Settings { save_memory: SaveMemory::Off, ..Settings::resolve_over(Settings::default(), train)? };
         check_context(&settings, &shape, &model)?;
         let steps = Steps { warmup, timed: steps, clip };
         Ok(Self { settings, config: model.display().to_string(), shape, steps, data })

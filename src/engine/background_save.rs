@@ -12,11 +12,13 @@ use crate::bucket::slot::Slot;
 use crate::device::{Kernels, Stream};
 use crate::error::Result;
 use crate::faults::FaultPhase;
+use crate::host::pinned::PinnedSlice;
+use crate::optim::state_array::StatePart;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Elements that are copied from the device at once.
+/// Elements of an array in another form that are copied from the device at once.
 const COPY_ELEMS: usize = 1 << 20;
 
 impl<D: Kernels> Engine<D> {
@@ -58,13 +60,12 @@ impl<D: Kernels> Engine<D> {
         let global = (0..count).map(|bucket| slices.global(bucket)).collect();
         let (on_host, resident) = ranges.split_at(slices.layout().offloaded());
         let buckets = on_host.iter().map(|range| self.memory.states.on_host(range)).collect();
-        let board = Arc::new(SaveBoard::new(count, self.bell.clone()));
         // The last slots are for the states of the device.
         let free_slots = copies.slots() - resident.len();
-        for (bucket, range) in (on_host.len()..).zip(resident) {
-            let slot = Slot(free_slots + bucket - on_host.len());
-            self.copy_from_device(range, slot)?;
-            board.offer(bucket, Source::Nowhere, Source::Copy(slot));
+        self.copy_from_device(resident, free_slots)?;
+        let board = Arc::new(SaveBoard::new(count, self.bell.clone()));
+        for (bucket, slot) in (on_host.len()..count).zip(free_slots..) {
+            board.offer(bucket, Source::Nowhere, Source::Copy(Slot(slot)));
         }
         self.save = Some(RunningSave::new(board.clone(), count));
         self.coordinator.set_copy_slots(free_slots);
@@ -73,24 +74,40 @@ impl<D: Kernels> Engine<D> {
         Ok(FrozenState::new(board, global, buckets, copies))
     }
 
-    /// Copies the state of a bucket on the device, the local range `range`, to `slot`.
-    fn copy_from_device(&mut self, range: &Range<usize>, slot: Slot) -> Result<()> {
+    /// Copies the states of `resident`, local ranges of buckets on the device, to the slots from `first` on, while training stops.
+    fn copy_from_device(&mut self, resident: &[Range<usize>], first: usize) -> Result<()> {
+        if resident.is_empty() {
+            return Ok(());
+        }
         self.dev.record(self.compute_tail, Stream::Compute)?;
         self.dev.synchronize(self.compute_tail)?;
-        let (copies, mut values) = (self.scratch.copies, Vec::new());
-        let arrays = copies.arrays();
-        for part in arrays.parts() {
-            let target = copies.array(slot, part, range.len());
-            for start in range.clone().step_by(COPY_ELEMS) {
-                values.resize(COPY_ELEMS.min(range.end - start), 0.0);
-                self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce_buffer, part, start, &mut values)?;
-                let (mut at, bytes) = (0, target.slice(arrays[part].bytes(start - range.start), arrays[part].bytes(values.len())));
-                arrays[part].stored(&values, |stored| {
-                    self.host.lend_mut(bytes.slice(at, stored.len())).copy_from_slice(stored);
-                    at += stored.len();
-                    Ok(())
-                })?;
+        let is_pinned = self.scratch.pin_copies(&mut self.dev, first);
+        for (range, slot) in resident.iter().zip(first..).filter(|(range, _)| !range.is_empty()) {
+            let (state, copies) = (self.memory.states.on_device(range), self.scratch.copies);
+            for part in copies.arrays().parts() {
+                let target = copies.array(Slot(slot), part, range.len());
+                match state.stored(part).filter(|_| is_pinned) {
+                    Some(source) => self.dev.copy_d2h(Stream::D2h, source, target)?,
+                    None => self.copy_by_values(range, part, target)?,
+                }
             }
+        }
+        self.dev.record(self.compute_tail, Stream::D2h)?;
+        self.dev.synchronize(self.compute_tail)
+    }
+
+    /// Copies an array of the local range `range` from the device to `target`, in the form that a checkpoint stores.
+    fn copy_by_values(&mut self, range: &Range<usize>, part: StatePart, target: PinnedSlice) -> Result<()> {
+        let (array, mut values) = (self.scratch.copies.arrays()[part], Vec::new());
+        for start in range.clone().step_by(COPY_ELEMS) {
+            values.resize(COPY_ELEMS.min(range.end - start), 0.0);
+            self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce_buffer, part, start, &mut values)?;
+            let (mut at, bytes) = (0, target.slice(array.bytes(start - range.start), array.bytes(values.len())));
+            array.stored(&values, |stored| {
+                self.host.lend_mut(bytes.slice(at, stored.len())).copy_from_slice(stored);
+                at += stored.len();
+                Ok(())
+            })?;
         }
         Ok(())
     }

@@ -29,6 +29,14 @@ impl StateCopies {
         self.memory.bytes() / self.slot_bytes().max(1)
     }
 
+    /// The memory of all slots from slot `first` on.
+    ///
+    /// # Panics
+    /// If there are fewer than `first` slots.
+    pub(in crate::engine) fn slots_from(&self, first: usize) -> PinnedSlice {
+        self.memory.slice(first * self.slot_bytes(), (self.slots() - first) * self.slot_bytes())
+    }
+
     fn slot_bytes(&self) -> usize {
         self.arrays.bytes(self.slot_elems)
     }

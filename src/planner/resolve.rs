@@ -69,7 +69,7 @@ impl Plan {
         let takes_rest = request.site.save_memory == SaveMemory::Auto;
         let save_copies = if takes_rest && !trace { 0 } else { workload.copies(&choice.layout, &choice.memory) };
         if takes_rest && save_copies > 0 {
-            choice.memory.push(workload.copies_class(&choice.layout, save_copies));
+            choice.memory.extend(workload.copies_classes(&choice.layout, save_copies));
         }
         let placement = Placement {
             save_copies,

@@ -31,13 +31,22 @@ impl Workload<'_> {
         }
     }
 
-    /// The memory of `copies` copies.
-    pub(super) fn copies_class(&self, layout: &BucketLayout, copies: usize) -> MemoryClass {
-        MemoryClass { name: "checkpoint copies", space: MemorySpace::Host, bytes: copies * self.copy_bytes(layout) }
+    /// The memory of `copies` copies, and of the page lists of those that are pinned.
+    pub(super) fn copies_classes(&self, layout: &BucketLayout, copies: usize) -> impl Iterator<Item = MemoryClass> + use<> {
+        let class = |name, bytes| MemoryClass { name, space: MemorySpace::Host, bytes };
+        let lists = if copies > 0 { self.copy_list_bytes(layout) } else { 0 };
+        let classes = [class("checkpoint copies", copies * self.copy_bytes(layout)), class("lists of pinned copies", lists)];
+        classes.into_iter().filter(|class| class.bytes > 0)
+    }
+
+    /// Bytes of the page lists of copies that are pinned: those of states on the device.
+    fn copy_list_bytes(&self, layout: &BucketLayout) -> usize {
+        self.site.ranks * self.site.machine.kind.page_list_bytes(resident(layout) * self.copy_bytes(layout))
     }
 
     /// Copies that fit `bytes`: at most one of each bucket; none where a save stops training.
     fn copies_in(&self, layout: &BucketLayout, bytes: u64) -> usize {
+        let bytes = bytes.saturating_sub(self.copy_list_bytes(layout) as u64);
         let fitting = (bytes / self.copy_bytes(layout) as u64) as usize;
         let stops = obstacle(self.site.processes, layout).is_some() || fitting < resident(layout);
         if stops { 0 } else { layout.count().min(fitting) }

@@ -51,7 +51,7 @@ const ON_HOST: [(&str, &str); 16] = [
 ];
 
 /// Classes that the engine does not allocate: migrating pages, and memory of other components.
-const NOT_TAKEN: [&str; 9] = [
+const NOT_TAKEN: [&str; 10] = [
     "paged states here",
     "exchange",
     "slices under way",
@@ -59,6 +59,7 @@ const NOT_TAKEN: [&str; 9] = [
     "timeline",
     "data",
     "lists of pinned pages",
+    "lists of pinned copies",
     "context, libraries",
     "process, driver",
 ];

@@ -73,6 +73,12 @@ impl DeviceState {
         self.upper.map(UpperHalves::memory)
     }
 
+    /// The memory of an array that the device stores as a checkpoint does.
+    pub(in crate::engine) fn stored(&self, part: StatePart) -> Option<DeviceSlice> {
+        let is_split = self.upper.is_some() && (part == StatePart::PARAMS || part == StatePart::V && self.has_ties());
+        (!is_split).then(|| self.arrays[part])
+    }
+
     /// The part within a local range, if any.
     pub(super) fn part(&self, local: &Range<usize>) -> Option<Self> {
         let common = local.start.max(self.local.start)..local.end.min(self.local.end);

@@ -10,7 +10,7 @@ use crate::engine::late_rows::LateRows;
 use crate::engine::state_copies::StateCopies;
 use crate::engine::step_job::{Segment, SlotMemory, StepMemory};
 use crate::error::Result;
-use crate::host::pinned::HostMemory;
+use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::RingShape;
 use crate::model::Model;
 use crate::model::activations::ActivationPlan;
@@ -27,6 +27,8 @@ pub(in crate::engine) struct StepScratch {
     pub(in crate::engine) step: StepMemory,
     /// Slots for copies of states that wait to be saved.
     pub(in crate::engine) copies: StateCopies,
+    /// The slots that are pinned: those for states of the device, from the first save on.
+    pinned_copies: Option<PinnedSlice>,
     /// fp32 staging buffers for one bucket in each direction, if the device casts.
     pub(in crate::engine) staging_d2h: DeviceSlice,
     pub(in crate::engine) staging_h2d: DeviceSlice,
@@ -83,7 +85,7 @@ impl StepScratch {
         let tokens = plan.recipe.step.micro_batch * plan.recipe.step.seq_length;
         let rows = LateRows::take(&plan.placement.layout, (shape, &table), tokens, (dev, host), lease)?;
         let model = Arc::new(Model::new(shape.clone(), weights, grads, activations)?);
-        Ok((Self { step, copies, staging_d2h, staging_h2d, rows, lease: Lease::default() }, model, flow))
+        Ok((Self { step, copies, pinned_copies: None, staging_d2h, staging_h2d, rows, lease: Lease::default() }, model, flow))
     }
 
     /// Frees all of the memory. It must not be used afterwards.
@@ -91,7 +93,18 @@ impl StepScratch {
     /// # Errors
     /// Errors of the device.
     pub(in crate::engine) fn give_back<D: Device>(&mut self, (dev, host): Sides<'_, D>) -> Result<()> {
+        self.pinned_copies.take().map_or(Ok(()), |memory| dev.unpin(memory))?;
         self.lease.give_back(dev, host)
+    }
+
+    /// Pins all slots for copies from slot `first` on, once. Returns whether they are pinned: a system that refuses to lock the memory has
+    /// the same copies by way of another buffer.
+    pub(in crate::engine) fn pin_copies<D: Device>(&mut self, dev: &mut D, first: usize) -> bool {
+        if self.pinned_copies.is_none() {
+            let memory = self.copies.slots_from(first);
+            self.pinned_copies = dev.pin(memory).is_ok().then_some(memory);
+        }
+        self.pinned_copies.is_some()
     }
 }
 

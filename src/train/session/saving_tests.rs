@@ -9,7 +9,7 @@ use crate::metrics::StepMetrics;
 use crate::optim::moments::Moments;
 use crate::optim::schedule::{LrScheduler, TrainLength};
 use crate::planner::plan::Plan;
-use crate::request::choices::{ResidentBuckets, SaveMemory};
+use crate::request::choices::{MastersChoice, ResidentBuckets, SaveMemory};
 use crate::signals::StopFlag;
 use crate::train::observer::Observer;
 use crate::train::{RunFacts, Summary, train};
@@ -135,6 +135,7 @@ fn any_order_of_events_clips_skips_and_narrow_moments_are_saved_alike() {
             adversary: Some(seed),
             threads: Some(1),
             moments: if seed % 2 == 0 { Moments::Float32 } else { Moments::Bfloat16 },
+            masters: if seed == 1 && cfg!(feature = "repartition") { MastersChoice::Split } else { MastersChoice::Auto },
             max_grad_norm: if seed < 2 { 1e-3 } else { 1.0 },
             inject: if seed == 2 { vec![spoiled(2), spoiled(3)] } else { Vec::new() },
             save_memory: SaveMemory::Size(Bytes(STATE_BYTES / 2 * (seed % 3))),
