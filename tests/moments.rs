@@ -1,10 +1,14 @@
-//! Moments in bfloat16 compared with float32: the same runs, and the distance between their losses.
+//! Moments in 16 and in 8 bits compared with float32: the same runs, and the distance between their losses.
 
 use crate::campaign::record;
 use crate::program::{Workspace, program, run};
 use serde_json::{Value, json};
 
-const MOMENTS: [&str; 2] = ["float32", "bfloat16"];
+/// Formats of moments: float32 first, then the packed ones.
+const MOMENTS: [&str; 3] = ["float32", "bfloat16", "int8"];
+
+/// Mean losses of the tenths of a run in each format.
+type Losses = [Vec<f64>; MOMENTS.len()];
 
 /// Mean losses of the tenths of a run.
 fn tenths(metrics: &[Value]) -> Vec<f64> {
@@ -30,24 +34,47 @@ fn packed_moments_learn_as_those_in_float32_do() {
         assert_eq!(outcome.code, 0, "{outcome:?}");
         tenths(&workspace.metrics(&out))
     };
-    let runs: Vec<_> = (1..=seeds).map(|seed| MOMENTS.map(|moments| train(moments, seed))).collect();
-    let last = |losses: &Vec<f64>| *losses.last().unwrap();
-    let mean = |of: &dyn Fn(&[Vec<f64>; 2]) -> f64| runs.iter().map(of).sum::<f64>() / seeds as f64;
-    let [wide, packed] = [0, 1].map(|at| mean(&|pair| last(&pair[at])));
+    let runs: Vec<Losses> = (1..=seeds).map(|seed| MOMENTS.map(|moments| train(moments, seed))).collect();
+    let mean = |of: &dyn Fn(&Losses) -> f64| runs.iter().map(of).sum::<f64>() / seeds as f64;
+    let means: Vec<f64> = (0..MOMENTS.len()).map(|at| mean(&|losses| last(&losses[at]))).collect();
     if requested.is_some() {
-        let pairs = runs.iter().zip(1..).map(|([wide, packed], seed): (_, u64)| json!({"seed": seed, "float32": wide, "bfloat16": packed}));
-        let spread = mean(&|pair| (last(&pair[0]) - wide).powi(2)).sqrt();
-        record(
-            "moments",
-            json!({"flags": flags, "losses_by_tenth": pairs.collect::<Vec<_>>(), "last_float32": wide, "last_bfloat16": packed,
-            "spread_of_seeds_float32": spread, "largest_difference_of_a_seed": largest_difference(&runs)}),
+        let spread = mean(&|losses| (last(&losses[0]) - means[0]).powi(2)).sqrt();
+        record("moments", summary(&flags, &runs, &means, spread));
+    }
+    for at in 1..MOMENTS.len() {
+        assert!(runs.iter().all(|losses| losses[0] != losses[at] && losses[0][0] > 1.2 * last(&losses[0])), "{runs:?}");
+        assert!(
+            (means[at] / means[0] - 1.0).abs() < 0.02,
+            "{} with moments in {}, {} with float32: {runs:?}",
+            means[at],
+            MOMENTS[at],
+            means[0]
         );
     }
-    assert!(runs.iter().all(|[wide, packed]| wide != packed && wide[0] > 1.2 * last(wide)), "{runs:?}");
-    assert!((packed / wide - 1.0).abs() < 0.02, "{packed} with moments in bfloat16, {wide} with float32: {runs:?}");
 }
 
-fn largest_difference(runs: &[[Vec<f64>; 2]]) -> f64 {
-    let differences = runs.iter().map(|[wide, packed]| (wide.last().unwrap() - packed.last().unwrap()).abs());
-    differences.fold(0.0, f64::max)
+/// The last tenth of a run.
+fn last(losses: &[f64]) -> f64 {
+    *losses.last().unwrap()
+}
+
+/// The recorded line: losses of every seed and format, their means, and the largest difference of each packed format from float32.
+fn summary(flags: &str, runs: &[Losses], means: &[f64], spread: f64) -> Value {
+    let seeds = runs.iter().zip(1..).map(|(losses, seed): (_, u64)| {
+        let mut line = json!({ "seed": seed });
+        MOMENTS.iter().zip(losses).for_each(|(moments, losses)| line[*moments] = json!(losses));
+        line
+    });
+    let mut line = json!({ "flags": flags, "losses_by_tenth": seeds.collect::<Vec<_>>(), "spread_of_seeds_float32": spread });
+    for (at, moments) in MOMENTS.iter().enumerate() {
+        line[format!("last_{moments}")] = json!(means[at]);
+        if at > 0 {
+            line[format!("largest_difference_of_a_seed_{moments}")] = json!(largest_difference(runs, at));
+        }
+    }
+    line
+}
+
+fn largest_difference(runs: &[Losses], at: usize) -> f64 {
+    runs.iter().map(|losses| (last(&losses[0]) - last(&losses[at])).abs()).fold(0.0, f64::max)
 }
