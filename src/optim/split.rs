@@ -122,20 +122,27 @@ pub(crate) fn encoded<M: Moment>(master: f32, v: M) -> (bf16, u16, M) {
     (weight, lower, v.with_sign(tie))
 }
 
-/// Splits `masters` into `weights`, `lower` halves, and ties in the signs of `v`, the second moments in their stored form. Masters beside
-/// 8-bit moments have no ties: see [`settled`](crate::optim::int8::settled).
-pub(crate) fn split(masters: &[f32], weights: &mut [bf16], lower: &mut [u16], v: Option<&mut Vec<u8>>) {
+/// Splits `masters` into `weights` and `lower` halves. Their ties are in the signs of second moments: see [`set_ties`].
+pub(crate) fn split(masters: &[f32], weights: &mut [bf16], lower: &mut [u16]) {
     for (&master, (weight, lower)) in masters.iter().zip(weights.iter_mut().zip(lower)) {
         let halves = SplitMaster::of(master);
         (*weight, *lower) = (halves.weight, halves.lower);
     }
-    let Some(v) = v else { return };
-    for (&master, sign) in masters.iter().zip(sign_bytes(v, masters.len())) {
-        *sign = *sign & !SIGN | u8::from(SplitMaster::of(master).tie) << 7;
-    }
 }
 
-/// Joins the halves of `masters`; see [`split`].
+/// Writes the ties of `masters` into the signs of `v`, the second moments in their stored form. Returns whether a sign changed. Masters
+/// beside 8-bit moments have no ties: see [`settled`](crate::optim::int8::settled).
+pub(crate) fn set_ties(masters: &[f32], v: &mut [u8]) -> bool {
+    let mut changed = false;
+    for (&master, sign) in masters.iter().zip(sign_bytes(v, masters.len())) {
+        let with_tie = *sign & !SIGN | u8::from(SplitMaster::of(master).tie) << 7;
+        changed |= with_tie != *sign;
+        *sign = with_tie;
+    }
+    changed
+}
+
+/// Joins the halves of `masters`, and their ties in the signs of `v`; see [`split`].
 pub(crate) fn join(weights: &[bf16], lower: &[u16], v: Option<&[u8]>, masters: &mut [f32]) {
     let width = v.map_or(0, |v| v.len() / masters.len().max(1));
     for (i, master) in masters.iter_mut().enumerate() {
@@ -210,7 +217,7 @@ pub(crate) fn step_int8<G: Element>(step: AdamStep, state: &mut SplitInt8State<'
         let groups = (std::slice::from_mut(m), std::slice::from_mut(v));
         let state = &mut Int8State::new(*first + nth * GROUP, params, groups.0, groups.1);
         int8_state::run([Some((step, grads)), None], state, Some(&mut *weights));
-        split(&masters[..grads.len()], weights, lower, None);
+        split(&masters[..grads.len()], weights, lower);
     }
 }
 

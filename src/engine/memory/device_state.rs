@@ -1,6 +1,7 @@
 //! The optimizer state of one bucket on the device. Split masters share the bucket's working weights, which lie among the model's weights.
 
 use super::bounce_buffer::BounceBuffer;
+use super::split_masters::{SplitBuffers, SplitPlaces};
 use crate::bucket::layout::Tier;
 use crate::device::{Cast, Device, DeviceSlice, Launch, Sides, Stream};
 use crate::dtype::Dtype;
@@ -10,7 +11,6 @@ use crate::optim::optimizer::Optimizer;
 use crate::optim::split::{self, Masters};
 use crate::optim::state_array::{PerArray, StateArray, StateArrays, StatePart};
 use crate::planner::budget::BOUNCE_ELEMS;
-use half::bf16;
 use std::ops::Range;
 
 /// State of a bucket that the device steps.
@@ -75,7 +75,7 @@ impl DeviceState {
 
     /// The memory of an array that the device stores as a checkpoint does.
     pub(in crate::engine) fn stored(&self, part: StatePart) -> Option<DeviceSlice> {
-        let is_split = self.upper.is_some() && (part == StatePart::PARAMS || part == StatePart::V && self.has_ties());
+        let is_split = self.split_places().is_some_and(|places| part == StatePart::PARAMS || part == StatePart::V && places.has_ties);
         (!is_split).then(|| self.arrays[part])
     }
 
@@ -153,14 +153,18 @@ impl DeviceState {
         source: &[f32],
         rounding: Rounding,
     ) -> Result<()> {
-        let array = &self.list[part];
+        let (array, mut buffers) = (&self.list[part], SplitBuffers::default());
         for piece in self.pieces() {
             let from = piece.local.start - self.local.start;
             let values = &source[from..][..piece.local.len()];
             let store = |to: &mut [u8]| array.store(values, rounding.behind(from), to);
-            match piece.weights() {
-                Some(weights) if part == StatePart::PARAMS => piece.write_masters((dev, host), bounce_buffer, weights, values)?,
-                Some(_) if part == StatePart::V && piece.has_ties() => piece.write_magnitudes((dev, host), bounce_buffer, store)?,
+            match piece.split_places() {
+                Some(places) if part == StatePart::PARAMS => {
+                    places.write_masters((dev, host), bounce_buffer, (array, values), &mut buffers)?;
+                }
+                Some(places) if part == StatePart::V && places.has_ties => {
+                    places.write_magnitudes((dev, host), bounce_buffer, store, &mut buffers)?;
+                }
                 _ => bounce_buffer.fill((dev, host), piece.arrays[part], |_, to| store(to))?,
             }
         }
@@ -178,12 +182,14 @@ impl DeviceState {
         part: StatePart,
         out: &mut [f32],
     ) -> Result<()> {
-        let array = &self.list[part];
+        let (array, mut buffers) = (&self.list[part], SplitBuffers::default());
         for piece in self.pieces() {
             let out = &mut out[piece.local.start - self.local.start..][..piece.local.len()];
-            match piece.weights() {
-                Some(weights) if part == StatePart::PARAMS => piece.read_masters((dev, host), bounce_buffer, weights, out)?,
-                Some(_) if part == StatePart::V && piece.has_ties() => array.load(out, |bytes| {
+            match piece.split_places() {
+                Some(places) if part == StatePart::PARAMS => {
+                    places.read_masters((dev, host), bounce_buffer, out, &mut buffers)?;
+                }
+                Some(places) if part == StatePart::V && places.has_ties => array.load(out, |bytes| {
                     bounce_buffer.download((dev, host), piece.arrays[part], bytes)?;
                     split::clear_signs(bytes, piece.local.len());
                     Ok(())
@@ -194,65 +200,9 @@ impl DeviceState {
         Ok(())
     }
 
-    /// Whether the signs of second moments have the ties of split masters. Masters beside 8-bit moments have no ties.
-    fn has_ties(&self) -> bool {
-        !self.stored[StatePart::V].has_groups()
-    }
-
-    /// Writes the places of the split `masters`: working weights, lower halves, and signs of second moments.
-    fn write_masters<D: Device>(
-        &self,
-        (dev, host): Sides<'_, D>,
-        bounce_buffer: &BounceBuffer,
-        weights: DeviceSlice,
-        masters: &[f32],
-    ) -> Result<()> {
-        let mut masters = masters.to_vec();
-        self.list[StatePart::PARAMS].settle(&mut masters);
-        let mut v = self.bytes_of((dev, host), bounce_buffer, StatePart::V)?;
-        let (mut upper, mut lower) = (vec![bf16::ZERO; masters.len()], vec![0u16; masters.len()]);
-        split::split(&masters, &mut upper, &mut lower, self.has_ties().then_some(&mut v));
-        let places: [(_, &[u8]); 3] = [
-            (weights, bytemuck::cast_slice(&upper)),
-            (self.arrays[StatePart::PARAMS], bytemuck::cast_slice(&lower)),
-            (self.arrays[StatePart::V], &v),
-        ];
-        places.into_iter().try_for_each(|(memory, bytes)| bounce_buffer.fill((dev, host), memory, |_, to| to.copy_from_slice(bytes)))
-    }
-
-    fn read_masters<D: Device>(
-        &self,
-        (dev, host): Sides<'_, D>,
-        bounce_buffer: &BounceBuffer,
-        weights: DeviceSlice,
-        masters: &mut [f32],
-    ) -> Result<()> {
-        let v = self.bytes_of((dev, host), bounce_buffer, StatePart::V)?;
-        let (mut upper, mut lower) = (vec![bf16::ZERO; masters.len()], vec![0u16; masters.len()]);
-        bounce_buffer.download((dev, host), weights, bytemuck::cast_slice_mut(&mut upper))?;
-        bounce_buffer.download((dev, host), self.arrays[StatePart::PARAMS], bytemuck::cast_slice_mut(&mut lower))?;
-        split::join(&upper, &lower, self.has_ties().then_some(&v[..]), masters);
-        Ok(())
-    }
-
-    /// Writes second moments, which `store` makes in their stored form, and leaves their signs as they are.
-    fn write_magnitudes<D: Device>(
-        &self,
-        (dev, host): Sides<'_, D>,
-        bounce_buffer: &BounceBuffer,
-        store: impl Fn(&mut [u8]),
-    ) -> Result<()> {
-        let ties = self.bytes_of((dev, host), bounce_buffer, StatePart::V)?;
-        bounce_buffer.fill((dev, host), self.arrays[StatePart::V], |_, to| {
-            store(to);
-            split::copy_signs(&ties, to, self.local.len());
-        })
-    }
-
-    /// The bytes of `part` in device memory.
-    fn bytes_of<D: Device>(&self, sides: Sides<'_, D>, bounce_buffer: &BounceBuffer, part: StatePart) -> Result<Vec<u8>> {
-        let mut bytes = vec![0; self.arrays[part].bytes()];
-        bounce_buffer.download(sides, self.arrays[part], &mut bytes)?;
-        Ok(bytes)
+    /// The places of split masters. Masters beside 8-bit moments have no ties.
+    fn split_places(&self) -> Option<SplitPlaces> {
+        let (lower, v) = (self.arrays[StatePart::PARAMS], self.arrays[StatePart::V]);
+        self.weights().map(|weights| SplitPlaces { weights, lower, v, has_ties: !self.stored[StatePart::V].has_groups() })
     }
 }

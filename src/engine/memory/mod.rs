@@ -6,5 +6,6 @@ pub(crate) mod expert_rows;
 pub(super) mod permanent;
 mod prefetch_buffer;
 pub(super) mod scratch;
+mod split_masters;
 pub(super) mod states;
 pub(super) mod weight_flow;
