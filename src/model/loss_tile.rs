@@ -56,17 +56,18 @@ impl std::fmt::Display for LossTile {
 mod tests {
     use super::*;
 
-    fn parts(tile: LossTile, vocab: usize) -> Vec<Range<usize>> {
-        tile.parts(vocab).collect()
+    /// First and last bound of each part.
+    fn parts(tile: LossTile, vocab: usize) -> Vec<(usize, usize)> {
+        tile.parts(vocab).map(|part| (part.start, part.end)).collect()
     }
 
     #[test]
     fn a_vocabulary_that_fills_no_whole_vectors_has_a_tail() {
         let tail = |vocab| LossTile::of_vocabulary(1, vocab).tail;
         assert_eq!([49_159, 50_257, 49_152, 50_304, 151_936, 257].map(tail), [7, 17, 0, 0, 0, 0]);
-        assert_eq!(parts(LossTile::of_vocabulary(1, 49_159), 49_159), [0..49_152, 49_152..49_159]);
-        assert_eq!(parts(LossTile::of_vocabulary(1, 257), 257), [0..257]);
-        assert_eq!(parts(LossTile { rows: 1, vocab: 100, tail: 0 }, 257), [0..100, 100..200, 200..257]);
+        assert_eq!(parts(LossTile::of_vocabulary(1, 49_159), 49_159), [(0, 49_152), (49_152, 49_159)]);
+        assert_eq!(parts(LossTile::of_vocabulary(1, 257), 257), [(0, 257)]);
+        assert_eq!(parts(LossTile { rows: 1, vocab: 100, tail: 0 }, 257), [(0, 100), (100, 200), (200, 257)]);
     }
 
     #[test]
