@@ -5,11 +5,13 @@ use super::protocol::order::Order;
 use super::protocol::route::Hop;
 use super::ranks::exchange::OrderWords;
 use super::save::board::{SaveBoard, Source};
+use super::save::device_copies::Move;
 use super::save::frozen_state::FrozenState;
 use super::save::running_save::RunningSave;
+use super::state_copies::words;
 use super::watch::driver_state::DriverActivity;
 use crate::bucket::slot::Slot;
-use crate::device::{Kernels, Stream};
+use crate::device::{Cast, Kernels, Stream};
 use crate::error::Result;
 use crate::faults::FaultPhase;
 use crate::host::pinned::PinnedSlice;
@@ -60,11 +62,14 @@ impl<D: Kernels> Engine<D> {
         let global = (0..count).map(|bucket| slices.global(bucket)).collect();
         let (on_host, resident) = ranges.split_at(slices.layout().offloaded());
         let buckets = on_host.iter().map(|range| self.memory.states.on_host(range)).collect();
-        // The last slots are for the states of the device.
-        let free_slots = copies.slots() - resident.len();
-        self.copy_from_device(resident, free_slots)?;
+        // The last slots are for states that leave the device now. The states of the last buckets stay there in copies.
+        let (leaving, staying) = resident.split_at(resident.len() - copies.device_slots());
+        let free_slots = copies.slots() - leaving.len();
+        self.copy_from_device(leaving, free_slots)?;
+        self.copy_within_device(staying)?;
+        self.device_copies.begin(count - staying.len()..count);
         let board = Arc::new(SaveBoard::new(count, self.bell.clone()));
-        for (bucket, slot) in (on_host.len()..count).zip(free_slots..) {
+        for (bucket, slot) in (on_host.len()..).zip(free_slots..copies.slots()) {
             board.offer(bucket, Source::Nowhere, Source::Copy(Slot(slot)));
         }
         self.save = Some(RunningSave::new(board.clone(), count));
@@ -94,6 +99,46 @@ impl<D: Kernels> Engine<D> {
         }
         self.dev.record(self.compute_tail, Stream::D2h)?;
         self.dev.synchronize(self.compute_tail)
+    }
+
+    /// Enqueues copies of the states of `staying`, local ranges of buckets, within the device.
+    fn copy_within_device(&mut self, staying: &[Range<usize>]) -> Result<()> {
+        let copies = self.scratch.copies;
+        for (nth, range) in staying.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
+            let state = self.memory.states.on_device(range);
+            for part in copies.arrays().parts() {
+                let (src, dst) = (words(state.arrays[part]), copies.on_device(nth, part, range.len()));
+                self.dev.launch(Cast { stream: Stream::Compute, src, dst })?;
+            }
+        }
+        self.dev.record(self.device_copies.made, Stream::Compute)?;
+        self.dev.wait(Stream::D2h, self.device_copies.made)
+    }
+
+    /// Lets copies of the device leave it, and offers those that have arrived to the save. Returns false if there was nothing to do.
+    pub(super) fn move_device_copies(&mut self) -> Result<bool> {
+        let mut progressed = false;
+        while let Some(save) = &self.save
+            && let Some((next, bucket, staged)) = self.device_copies.next(save.board(), |event| self.dev.is_done(event))?
+        {
+            progressed = true;
+            match next {
+                Move::Offer => save.board().offer(bucket, Source::Nowhere, Source::Copy(self.scratch.copies.staged(staged))),
+                Move::Send => self.send_device_copy(bucket, staged)?,
+            }
+        }
+        Ok(progressed)
+    }
+
+    /// Enqueues the copy of the state of `bucket` from its slot of the device to the staged slot number `staged`.
+    fn send_device_copy(&mut self, bucket: usize, staged: usize) -> Result<()> {
+        let (slices, copies) = (self.exchange.slices(), self.scratch.copies);
+        let (first, elems) = (slices.layout().count() - copies.device_slots(), slices.local(bucket).len());
+        for part in copies.arrays().parts().filter(|_| elems > 0) {
+            let (source, target) = (copies.on_device(bucket - first, part, elems), copies.array(copies.staged(staged), part, elems));
+            self.dev.copy_d2h(Stream::D2h, source, target)?;
+        }
+        self.dev.record(self.device_copies.arrival(staged), Stream::D2h)
     }
 
     /// Copies an array of the local range `range` from the device to `target`, in the form that a checkpoint stores.
@@ -132,7 +177,8 @@ impl<D: Kernels> Engine<D> {
         self.coordinator.commit_due();
         self.run_commands()?;
         self.block_until(DriverActivity::Save, 0, |engine| {
-            Ok(!engine.coordinator.is_saving() && engine.save.as_ref().is_none_or(RunningSave::is_complete))
+            let is_complete = engine.save.as_ref().is_none_or(RunningSave::is_complete);
+            Ok(!engine.coordinator.is_saving() && is_complete && engine.device_copies.is_idle())
         })?;
         self.save = None;
         Ok(())

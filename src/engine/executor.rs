@@ -15,6 +15,7 @@ use super::protocol::order::Order;
 use super::protocol::verdict::{SpeculationHistory, Verdict};
 use super::ranks::exchange::{Exchange, OrderWords, SingleRank};
 use super::reported_amounts::ReportedAmounts;
+use super::save::device_copies::DeviceCopies;
 use super::save::running_save::RunningSave;
 use super::step_counters::StepCounters;
 use super::step_job::StepJob;
@@ -74,6 +75,8 @@ pub struct Engine<D: Kernels> {
     // Fields with threads that use the memory are declared before it, so that they are dropped first.
     /// The save that reads the state while steps run.
     pub(super) save: Option<RunningSave>,
+    /// Its copies within the device.
+    pub(super) device_copies: DeviceCopies,
     pub(super) host: HostMemory,
     pub(super) memory: Memory,
     pub(super) scratch: StepScratch,
@@ -150,6 +153,7 @@ impl<D: Kernels> Engine<D> {
             settlings_reported: None,
             in_pool: None,
             compute_tail: dev.event()?,
+            device_copies: DeviceCopies::new(&mut dev)?,
             modules: ModuleEvents::new(&mut dev)?,
             fault_injector: FaultInjector::of(&plan, exchange.slices().rank()),
             exchange,

@@ -88,6 +88,7 @@ impl<D: Kernels> Engine<D> {
             progressed = true;
             self.notify(Event::Done { hop, bucket })?;
         }
+        progressed |= self.move_device_copies()?;
         self.report.poll(&mut self.dev, &self.host, &mut *self.exchange, self.steps.current())?;
         while let Some(bucket) = self.in_pool
             && self.pool.is_idle()?

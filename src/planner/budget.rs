@@ -255,7 +255,7 @@ impl Workload<'_> {
             self.site.machine.kind.own_memory(self.recipe.numerics.attention, &self.attention_shapes(), self.recipe.separates_documents());
         let pinned = bytes_at(&classes, MemorySpace::Host) as usize;
         classes.push(class("lists of pinned pages", MemorySpace::Host, ranks * self.site.machine.kind.page_list_bytes(pinned)));
-        classes.extend(self.copies_classes(layout, self.requested_copies(layout)));
+        classes.extend(self.requested_copies_classes(layout));
         // Each rank has its own context, and each process pays its host memory once.
         let count = |space| if space == MemorySpace::Device { ranks } else { self.site.processes };
         classes.extend(own.into_iter().map(|own| class(own.name, own.space, count(own.space) * own.bytes)));

@@ -16,8 +16,32 @@ pub struct Placement {
     pub grad_slots: usize,
     /// Host slots for working weights. With streamed weights each offloaded bucket has a permanent slot.
     pub param_slots: usize,
-    /// Host slots for copies of states that wait to be saved.
-    pub save_copies: usize,
+    /// Copies of states that wait to be saved.
+    pub save_copies: SaveCopies,
     /// Activations that each layer keeps for its backward pass.
     pub layer_policies: Vec<LayerPolicy>,
 }
+
+/// Copies of states that wait to be saved, each of a bucket.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SaveCopies {
+    /// Slots of the host: those of the pool, then those for states that leave the device before the next step.
+    pub host: usize,
+    /// Slots of the device, for the last buckets whose states are there. These leave the device while steps run.
+    pub device: usize,
+}
+
+impl SaveCopies {
+    /// Pinned slots of the host through which the copies of the device leave it.
+    pub(crate) fn staged(self) -> usize {
+        self.device.min(STAGED_COPIES)
+    }
+
+    /// Buckets whose states leave the device before the next step, if `resident` are there.
+    pub(crate) fn direct(self, resident: usize) -> usize {
+        resident - self.device
+    }
+}
+
+/// Most copies that leave a device at once: one arrives while another is saved.
+pub(crate) const STAGED_COPIES: usize = 2;

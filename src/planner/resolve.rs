@@ -8,7 +8,7 @@ use super::experts::ExpertEngine;
 use super::forecast::Forecast;
 use super::machine::Machine;
 use super::peer_traffic::PeerTraffic;
-use super::placement::Placement;
+use super::placement::{Placement, SaveCopies};
 use super::plan::Plan;
 use super::protocol::Protocol;
 use super::rules::{Policy, Rules};
@@ -66,11 +66,8 @@ impl Plan {
         check_streams(request.wanted.weights, choice.rings)?;
         check_early(request.early_rows, &choice.layout)?;
         // A plan that no run follows shows the memory that training needs.
-        let takes_rest = request.site.save_memory == SaveMemory::Auto;
-        let save_copies = if takes_rest && !trace { 0 } else { workload.copies(&choice.layout, &choice.memory) };
-        if takes_rest && save_copies > 0 {
-            choice.memory.extend(workload.copies_classes(&choice.layout, save_copies));
-        }
+        let is_shown = request.site.save_memory == SaveMemory::Auto && !trace;
+        let save_copies = if is_shown { SaveCopies::default() } else { workload.take_copies(&choice.layout, &mut choice.memory) };
         let placement = Placement {
             save_copies,
             rings: choice.rings,

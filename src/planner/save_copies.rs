@@ -1,55 +1,97 @@
-//! Host memory for copies of states that wait to be saved, so that steps need not wait for the disk.
+//! Memory for copies of states that wait to be saved, so that steps need not wait for the disk.
 
 use super::budget::{Workload, balances};
+use super::placement::SaveCopies;
 use super::plan::Plan;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::bucket::slices::Slices;
 use crate::device::footprint::MemoryClass;
-use crate::memory::MemorySpace;
+use crate::memory::{DeviceMemory, MemorySpace};
+use crate::optim::split::Masters;
 use crate::optim::state_array::StateArrays;
 use crate::request::choices::SaveMemory;
 use crate::units::Bytes;
 
+/// Name of the memory for copies, in both spaces.
+const COPIES: &str = "checkpoint copies";
+/// Name of the pinned host memory through which copies leave the device.
+const STAGED: &str = "staged checkpoint copies";
+/// Name of the page lists of pinned copies.
+const LISTS: &str = "lists of pinned copies";
+
 impl Workload<'_> {
-    /// Number of copies for which the request names a size. Each has the state of a bucket, of which each rank has its slice.
-    pub(super) fn requested_copies(&self, layout: &BucketLayout) -> usize {
-        match self.site.save_memory {
+    /// Memory of copies for which the request names a size, before a plan divides it. Each copy has the state of a bucket, of which each
+    /// rank has its slice.
+    pub(super) fn requested_copies_classes(&self, layout: &BucketLayout) -> impl Iterator<Item = MemoryClass> + use<> {
+        let host = match self.site.save_memory {
             SaveMemory::Off | SaveMemory::Auto => 0,
-            SaveMemory::Size(bytes) => self.copies_in(layout, bytes.0),
-        }
+            SaveMemory::Size(bytes) => self.fitting(layout, bytes.0),
+        };
+        self.copies_classes(layout, SaveCopies { host, device: 0 })
     }
 
-    /// Number of copies of a run whose other memory is `classes`: as requested, or as many as fit the free memory of the host.
-    pub(super) fn copies(&self, layout: &BucketLayout, classes: &[MemoryClass]) -> usize {
-        match self.site.save_memory {
-            SaveMemory::Auto => {
-                let (ranks, processes) = (self.site.ranks, self.site.processes);
-                let [_, host] = balances(&self.site.machine, classes, (ranks, processes), self.transient_bytes);
-                self.copies_in(layout, host.free().unwrap_or(0))
+    /// Sets the copies of a run whose other memory is `classes`, and replaces the memory of requested copies by theirs. The device has as
+    /// many as fit, the host as many as were requested or fit.
+    pub(super) fn take_copies(&self, layout: &BucketLayout, classes: &mut Vec<MemoryClass>) -> SaveCopies {
+        classes.retain(|class| ![COPIES, LISTS].contains(&class.name));
+        let copies = self.copies(layout, classes);
+        classes.extend(self.copies_classes(layout, copies));
+        copies
+    }
+
+    fn copies(&self, layout: &BucketLayout, classes: &[MemoryClass]) -> SaveCopies {
+        let (ranks, processes) = (self.site.ranks, self.site.processes);
+        let [on_device, on_host] = balances(&self.site.machine, classes, (ranks, processes), self.transient_bytes);
+        let host_bytes = match self.site.save_memory {
+            SaveMemory::Off => 0,
+            SaveMemory::Auto => on_host.free().unwrap_or(0),
+            SaveMemory::Size(bytes) => bytes.0,
+        };
+        let (device, host_bytes) = match self.site.machine.device {
+            DeviceMemory::Own { .. } => (self.copies_on_device(layout, on_device.free().unwrap_or(0) * ranks as u64), host_bytes),
+            // Copies in both spaces take the same memory.
+            DeviceMemory::Shared => {
+                let device = self.copies_on_device(layout, host_bytes / 2);
+                (device, host_bytes - (device * self.copy_bytes(layout)) as u64)
             }
-            SaveMemory::Off | SaveMemory::Size(_) => self.requested_copies(layout),
-        }
+        };
+        let all = self.fitting(layout, host_bytes);
+        let copies = SaveCopies { host: all.saturating_sub(SaveCopies { host: 0, device }.staged()), device };
+        let stops =
+            obstacle(self.site.processes, layout).is_some() || copies.host < copies.direct(resident(layout)) || all < copies.staged();
+        if stops { SaveCopies::default() } else { copies }
     }
 
-    /// The memory of `copies` copies, and of the page lists of those that are pinned.
-    pub(super) fn copies_classes(&self, layout: &BucketLayout, copies: usize) -> impl Iterator<Item = MemoryClass> + use<> {
-        let class = |name, bytes| MemoryClass { name, space: MemorySpace::Host, bytes };
-        let lists = if copies > 0 { self.copy_list_bytes(layout) } else { 0 };
-        let classes = [class("checkpoint copies", copies * self.copy_bytes(layout)), class("lists of pinned copies", lists)];
+    /// Copies that fit `bytes` of all devices together: at most one of each bucket whose state is there. A device copies states in its
+    /// own form, so it must be that of checkpoints.
+    fn copies_on_device(&self, layout: &BucketLayout, bytes: u64) -> usize {
+        let fitting = (bytes / self.copy_bytes(layout) as u64) as usize;
+        if self.protocol.masters == Masters::Float32 { resident(layout).min(fitting) } else { 0 }
+    }
+
+    /// The memory of `copies`, and of the page lists of those that are pinned.
+    fn copies_classes(&self, layout: &BucketLayout, copies: SaveCopies) -> impl Iterator<Item = MemoryClass> + use<> {
+        let (one, staged) = (self.copy_bytes(layout), copies.staged());
+        let lists = if copies == SaveCopies::default() { 0 } else { self.list_bytes(layout, copies.direct(resident(layout)) + staged) };
+        let class = |name, space, bytes| MemoryClass { name, space, bytes };
+        let classes = [
+            class(COPIES, MemorySpace::Device, copies.device * one),
+            class(COPIES, MemorySpace::Host, copies.host * one),
+            class(STAGED, MemorySpace::Host, staged * one),
+            class(LISTS, MemorySpace::Host, lists),
+        ];
         classes.into_iter().filter(|class| class.bytes > 0)
     }
 
-    /// Bytes of the page lists of copies that are pinned: those of states on the device.
-    fn copy_list_bytes(&self, layout: &BucketLayout) -> usize {
-        self.site.ranks * self.site.machine.kind.page_list_bytes(resident(layout) * self.copy_bytes(layout))
+    /// Bytes of the page lists of `pinned` copies.
+    fn list_bytes(&self, layout: &BucketLayout, pinned: usize) -> usize {
+        self.site.ranks * self.site.machine.kind.page_list_bytes(pinned * self.copy_bytes(layout))
     }
 
-    /// Copies that fit `bytes`: at most one of each bucket; none where a save stops training.
-    fn copies_in(&self, layout: &BucketLayout, bytes: u64) -> usize {
-        let bytes = bytes.saturating_sub(self.copy_list_bytes(layout) as u64);
-        let fitting = (bytes / self.copy_bytes(layout) as u64) as usize;
-        let stops = obstacle(self.site.processes, layout).is_some() || fitting < resident(layout);
-        if stops { 0 } else { layout.count().min(fitting) }
+    /// Copies that fit `bytes` of the host: at most one of each bucket, with the page lists of all that may be pinned.
+    fn fitting(&self, layout: &BucketLayout, bytes: u64) -> usize {
+        let bytes = bytes.saturating_sub(self.list_bytes(layout, resident(layout)) as u64);
+        layout.count().min((bytes / self.copy_bytes(layout) as u64) as usize)
     }
 
     fn copy_bytes(&self, layout: &BucketLayout) -> usize {
@@ -60,8 +102,8 @@ impl Workload<'_> {
 impl Plan {
     /// Why a save must stop training; `None` if it can run beside steps.
     pub(crate) fn save_obstacle(&self) -> Option<String> {
-        let layout = &self.placement.layout;
-        let is_short = self.placement.save_copies < resident(layout);
+        let (layout, copies) = (&self.placement.layout, self.placement.save_copies);
+        let is_short = copies.host < copies.direct(resident(layout));
         let bytes = Bytes((self.copy_bytes() * resident(layout)) as u64);
         let too_little = is_short.then(|| format!("copies of the states on the device take {bytes} of --save-memory"));
         obstacle(self.site.processes, layout).or(too_little)
@@ -69,7 +111,14 @@ impl Plan {
 
     /// Bytes of states that copies can have while they wait to be saved.
     pub(crate) fn save_copy_bytes(&self) -> u64 {
-        (self.placement.save_copies * self.copy_bytes()) as u64
+        let SaveCopies { host, device } = self.placement.save_copies;
+        ((host + device) * self.copy_bytes()) as u64
+    }
+
+    /// Seconds in which a save copies states from the devices to the host before the next step begins, once that memory is pinned.
+    pub(crate) fn copied_first_s(&self) -> f64 {
+        let bytes = self.placement.save_copies.direct(resident(&self.placement.layout)) * self.copy_bytes();
+        bytes as f64 / self.site.ranks as f64 / self.site.machine.rates.to_host_bytes_per_s
     }
 
     fn copy_bytes(&self) -> usize {
@@ -93,4 +142,46 @@ fn obstacle(processes: usize, layout: &BucketLayout) -> Option<String> {
         return Some(format!("the state lies in {processes} processes"));
     }
     (!layout.buckets_in(Tier::Unified).is_empty()).then(|| "states are in unified memory".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::settings::Settings;
+    use crate::planner::machine::Machine;
+    use crate::planner::tests::{GIB, h200, qwen3_4b};
+    use crate::request::choices::{MastersChoice, ResidentBuckets};
+
+    fn run_plan(settings: Settings, machine: &Machine) -> Plan {
+        Plan::new(&settings.request(&qwen3_4b()), machine, true).unwrap()
+    }
+
+    fn settings(save_memory: SaveMemory) -> Settings {
+        Settings { seq_length: 1024, per_device_train_batch_size: 1, save_memory, ..Settings::default() }
+    }
+
+    #[test]
+    fn the_device_copies_as_many_states_as_fit_its_free_memory_and_the_host_the_rest() {
+        let small =
+            Settings { hbm_limit: Some(Bytes(80 * GIB)), resident_buckets: ResidentBuckets::Count(120), ..settings(SaveMemory::Auto) };
+        let plan = run_plan(small, &h200());
+        let (resident, copies) = (resident(&plan.placement.layout), plan.placement.save_copies);
+        assert!((1..resident).contains(&copies.device), "{copies:?}, {resident} resident");
+        let [device, host] = plan.balances();
+        assert!(device.free().unwrap() < plan.copy_bytes() as u64 && host.free().is_some(), "{device:?} {host:?}");
+        assert!(copies.host >= copies.direct(resident) && plan.save_obstacle().is_none());
+        let waits = plan.copied_first_s() * plan.site.machine.rates.to_host_bytes_per_s;
+        assert_eq!(waits as usize, (resident - copies.device) * plan.copy_bytes());
+    }
+
+    #[test]
+    fn no_state_is_copied_within_a_device_that_stores_it_otherwise_or_without_memory_for_staged_copies() {
+        let split = Settings { masters: MastersChoice::Split, ..settings(SaveMemory::Auto) };
+        assert_eq!(run_plan(split, &h200()).placement.save_copies.device, 0);
+        for memory in [SaveMemory::Off, SaveMemory::Size(Bytes(GIB / 100))] {
+            let plan = run_plan(settings(memory), &h200());
+            assert_eq!(plan.placement.save_copies, SaveCopies::default());
+            assert!(plan.forecast.memory.iter().all(|class| !class.name.contains("checkpoint copies")));
+        }
+    }
 }

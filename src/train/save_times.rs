@@ -25,19 +25,24 @@ pub(super) fn describe_save_times(run_dir: &RunDir, settings: &Settings, plan: &
     let limit = settings.save_rate.map_or(f64::INFINITY, |limit| limit.0 as f64);
     let rate = disk_rate(run_dir.dir(), WRITERS)?.min(limit);
     let stops = plan.site.save_memory == SaveMemory::Off || plan.save_obstacle().is_some();
-    Ok(format!("; {}", save_time(bytes, rate, (!stops).then(|| plan.save_copy_bytes()))))
+    Ok(format!("; {}", save_time(bytes, rate, (!stops).then(|| (plan.save_copy_bytes(), plan.copied_first_s())))))
 }
 
-/// The time of a save of `bytes` on a disk that takes `rate` bytes a second. With memory for `copies` training waits until the disk has
-/// taken all other bytes; without `copies` it waits for the whole save.
-fn save_time(bytes: u64, rate: f64, copies: Option<u64>) -> String {
+/// The shortest pause of training that is announced, in seconds.
+const ANNOUNCED_S: f64 = 0.05;
+
+/// The time of a save of `bytes` on a disk that takes `rate` bytes a second. With `copies`, training waits for the seconds in which states
+/// leave the device, and then until the disk has taken the bytes that copies have no memory for; without `copies` it waits for the whole
+/// save.
+fn save_time(bytes: u64, rate: f64, copies: Option<(u64, f64)>) -> String {
     let seconds = |bytes: u64| format!("{:.1} s", bytes as f64 / rate);
     let save = format!("a save takes about {} at {} a second", seconds(bytes), Bytes(rate as u64));
-    match copies.map(|copies| bytes.saturating_sub(copies)) {
-        None => format!("{save} and stops training"),
-        Some(0) => format!("{save}, beside steps"),
-        Some(rest) => format!("{save}, beside steps, which wait {} less the time of a step", seconds(rest)),
-    }
+    let Some((copied, copied_first_s)) = copies else { return format!("{save} and stops training") };
+    let rest = bytes.saturating_sub(copied);
+    let first = (copied_first_s >= ANNOUNCED_S).then(|| format!("{copied_first_s:.1} s for states to leave the GPU"));
+    let rest = (rest > 0).then(|| format!("{} less the time of a step for the disk", seconds(rest)));
+    let waits: Vec<_> = first.into_iter().chain(rest).collect();
+    if waits.is_empty() { format!("{save}, beside steps") } else { format!("{save}, beside steps, which wait {}", waits.join(" and ")) }
 }
 
 #[cfg(test)]
@@ -46,10 +51,13 @@ mod tests {
 
     #[test]
     fn the_time_of_a_save_and_of_the_wait_for_it_are_announced() {
-        let time = |copies| save_time(20 << 30, (1u64 << 30) as f64, copies);
+        let time = |copies: Option<u64>| save_time(20 << 30, (1u64 << 30) as f64, copies.map(|bytes| (bytes, 0.01)));
         let save = "a save takes about 20.0 s at 1.0 GiB a second";
         assert_eq!(time(None), format!("{save} and stops training"));
-        assert_eq!(time(Some(15 << 30)), format!("{save}, beside steps, which wait 5.0 s less the time of a step"));
+        assert_eq!(time(Some(15 << 30)), format!("{save}, beside steps, which wait 5.0 s less the time of a step for the disk"));
         assert_eq!(time(Some(25 << 30)), format!("{save}, beside steps"));
+        let leaving = |copies| save_time(20 << 30, (1u64 << 30) as f64, Some((copies, 1.12)));
+        assert_eq!(leaving(20 << 30), format!("{save}, beside steps, which wait 1.1 s for states to leave the GPU"));
+        assert!(leaving(15 << 30).ends_with("which wait 1.1 s for states to leave the GPU and 5.0 s less the time of a step for the disk"));
     }
 }

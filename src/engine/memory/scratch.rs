@@ -7,10 +7,10 @@ use crate::bucket::slices::Slices;
 use crate::device::{Device, DeviceSlice, Kernels, Lease, Sides};
 use crate::dtype::Dtype;
 use crate::engine::late_rows::LateRows;
-use crate::engine::state_copies::StateCopies;
+use crate::engine::state_copies::{CopyMemory, StateCopies};
 use crate::engine::step_job::{Segment, SlotMemory, StepMemory};
 use crate::error::Result;
-use crate::host::pinned::{HostMemory, PinnedSlice};
+use crate::host::pinned::PinnedSlice;
 use crate::memory::RingShape;
 use crate::model::Model;
 use crate::model::activations::ActivationPlan;
@@ -27,7 +27,7 @@ pub(in crate::engine) struct StepScratch {
     pub(in crate::engine) step: StepMemory,
     /// Slots for copies of states that wait to be saved.
     pub(in crate::engine) copies: StateCopies,
-    /// The slots that are pinned: those for states of the device, from the first save on.
+    /// The slots that are pinned from the first save on: those for states that leave the device before the next step.
     pinned_copies: Option<PinnedSlice>,
     /// fp32 staging buffers for one bucket in each direction, if the device casts.
     pub(in crate::engine) staging_d2h: DeviceSlice,
@@ -77,7 +77,7 @@ impl StepScratch {
         let mut staging = |name| lease.alloc(dev, name, if casts { slices.slice_elems() } else { 0 }, Dtype::Float32);
         let (staging_d2h, staging_h2d) = (staging("gradient staging")?, staging("parameter staging")?);
         let step = step_memory(plan, slices, &table, (dev, host), lease)?;
-        let copies = state_copies(plan, slices, host, lease)?;
+        let copies = state_copies(plan, slices, (dev, host), lease)?;
         let source = if plan.streams_from_host() { Source::Host(step.params.memory) } else { Source::Ranks };
         // Peers may still pull gradients when this rank no longer needs them.
         let spare = if slices.ranks() == 1 { distinct(grads, plan.placement.rings.grads) } else { grads.slice(0, 0) };
@@ -133,11 +133,16 @@ fn step_memory<D: Device>(
     Ok(StepMemory { grads, params, segments, optimizer: plan.optimizer(), kernels })
 }
 
-/// The slots for copies of states that wait to be saved. The first save that needs a slot writes its pages first: until then they take
-/// no memory.
-fn state_copies(plan: &Plan, slices: &Slices, host: &mut HostMemory, lease: &mut Lease) -> Result<StateCopies> {
-    let (arrays, slot_elems) = (plan.optimizer().arrays(), slices.slice_elems());
-    let memory = lease.alloc_untouched(host, "checkpoint copies", plan.placement.save_copies * arrays.bytes(slot_elems))?;
+/// The slots for copies of states that wait to be saved. The first save that needs a slot of the host writes its pages first: until then
+/// they take no memory. The staged slots are pinned.
+fn state_copies<D: Device>(plan: &Plan, slices: &Slices, (dev, host): Sides<'_, D>, lease: &mut Lease) -> Result<StateCopies> {
+    let (arrays, slot_elems, copies) = (plan.optimizer().arrays(), slices.slice_elems(), plan.placement.save_copies);
+    let (slot_bytes, (words, word)) = (arrays.bytes(slot_elems), StateCopies::words_of(copies.device, arrays, slot_elems));
+    let memory = CopyMemory {
+        device: lease.alloc(dev, "checkpoint copies", words, word)?,
+        host: lease.alloc_untouched(host, "checkpoint copies", copies.host * slot_bytes)?,
+        staged: lease.alloc_pinned((dev, host), "staged checkpoint copies", copies.staged() * slot_bytes, slot_bytes)?,
+    };
     Ok(StateCopies::new(memory, arrays, slot_elems))
 }
 

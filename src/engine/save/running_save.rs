@@ -44,6 +44,11 @@ impl RunningSave {
         self.seen = None;
     }
 
+    /// The words that the writer's thread shares.
+    pub(in crate::engine) fn board(&self) -> &SaveBoard {
+        &self.board
+    }
+
     /// On rank 0, sets the words of the other ranks.
     pub(in crate::engine) fn set_peers(&mut self, peers: Vec<Arc<SaveBoard>>) {
         self.peers = peers;

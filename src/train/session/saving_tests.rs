@@ -44,11 +44,14 @@ const STATE_BYTES: u64 = 43_300_000;
 struct Recorder {
     lines: Vec<String>,
     waits_ms: Vec<f64>,
+    device_copies: usize,
     act: Option<(u64, Box<dyn FnOnce()>)>,
 }
 
 impl Observer for Recorder {
-    fn begin(&mut self, _: &Plan, _: &RunFacts) {}
+    fn begin(&mut self, plan: &Plan, _: &RunFacts) {
+        self.device_copies = plan.placement.save_copies.device;
+    }
     fn step(&mut self, metrics: &StepMetrics) {
         self.lines.push(format!("step {}", metrics.step));
         self.waits_ms.push(metrics.save_wait_ms);
@@ -159,6 +162,24 @@ fn the_parts_of_several_ranks_are_saved_beside_steps_as_they_are_while_training_
             resident_buckets: ResidentBuckets::Count(if gpus == 2 && cfg!(feature = "repartition") { 2 } else { 0 }),
             ..slow(dir, steps, save_steps)
         });
+    }
+}
+
+#[cfg(feature = "repartition")]
+#[test]
+fn states_that_the_device_copies_within_its_memory_are_saved_alike() {
+    for (gpus, adversary, moments) in [(1, None, Moments::Float32), (1, Some(3), Moments::Int8), (2, Some(4), Moments::Bfloat16)] {
+        let recorder = expect_saves_of(|dir, steps, save_steps| Settings {
+            gpus,
+            adversary,
+            moments,
+            threads: Some(if adversary.is_some() { 1 } else { 2 }),
+            max_grad_norm: 1e-3,
+            save_memory: SaveMemory::Size(Bytes(4 * STATE_BYTES)),
+            resident_buckets: ResidentBuckets::Count(7),
+            ..slow(dir, steps, save_steps)
+        });
+        assert_eq!(recorder.device_copies, 7, "every state of the device");
     }
 }
 
