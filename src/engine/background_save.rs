@@ -15,6 +15,7 @@ use crate::device::{Cast, Kernels, Stream};
 use crate::error::Result;
 use crate::faults::FaultPhase;
 use crate::host::pinned::PinnedSlice;
+use crate::optim::split::Masters;
 use crate::optim::state_array::StatePart;
 use std::ops::Range;
 use std::sync::Arc;
@@ -62,15 +63,18 @@ impl<D: Kernels> Engine<D> {
         let global = (0..count).map(|bucket| slices.global(bucket)).collect();
         let (on_host, resident) = ranges.split_at(slices.layout().offloaded());
         let buckets = on_host.iter().map(|range| self.memory.states.on_host(range)).collect();
-        // The last slots are for states that leave the device now. The states of the last buckets stay there in copies.
-        let (leaving, staying) = resident.split_at(resident.len() - copies.device_slots());
-        let free_slots = copies.slots() - leaving.len();
-        self.copy_from_device(leaving, free_slots)?;
-        self.copy_within_device(staying)?;
-        self.device_copies.begin(count - staying.len()..count);
+        // The last slots are for states that leave from their own memory. The states of the last buckets have copies within the device.
+        let (leaving, copied) = resident.split_at(resident.len() - copies.device_slots());
+        let (free_slots, first_copied) = (copies.slots() - leaving.len(), count - copied.len());
+        let leaves_later = self.leaves_later(leaving, free_slots);
+        if !leaves_later {
+            self.copy_from_device(leaving, free_slots)?;
+        }
+        self.copy_within_device(copied)?;
+        self.device_copies.begin(if leaves_later { on_host.len() } else { first_copied }..count, first_copied);
         let board = Arc::new(SaveBoard::new(count, self.bell.clone()));
-        for (bucket, slot) in (on_host.len()..).zip(free_slots..copies.slots()) {
-            board.offer(bucket, Source::Nowhere, Source::Copy(Slot(slot)));
+        for bucket in if leaves_later { 0..0 } else { on_host.len()..first_copied } {
+            board.offer(bucket, Source::Nowhere, Source::Copy(self.own_copy(bucket)));
         }
         self.save = Some(RunningSave::new(board.clone(), count));
         self.coordinator.set_copy_slots(free_slots);
@@ -79,15 +83,28 @@ impl<D: Kernels> Engine<D> {
         Ok(FrozenState::new(board, global, buckets, copies))
     }
 
-    /// Copies the states of `resident`, local ranges of buckets on the device, to the slots from `first` on, while training stops.
-    fn copy_from_device(&mut self, resident: &[Range<usize>], first: usize) -> Result<()> {
-        if resident.is_empty() {
+    /// Whether the states of `leaving` can leave their memory while the next step runs: the device has them in the form of checkpoints, and
+    /// the slots from `first` on can be pinned.
+    fn leaves_later(&mut self, leaving: &[Range<usize>], first: usize) -> bool {
+        let is_pinned = leaving.is_empty() || self.scratch.pin_copies((&mut self.dev, &mut self.host), first);
+        is_pinned && self.plan.protocol.masters == Masters::Float32
+    }
+
+    /// The slot of the host for the state of `bucket`, which leaves the device from its own memory.
+    fn own_copy(&self, bucket: usize) -> Slot {
+        let (layout, copies) = (self.exchange.slices().layout(), self.scratch.copies);
+        Slot(copies.slots() + copies.device_slots() + bucket - layout.count())
+    }
+
+    /// Copies the states of `leaving`, local ranges of buckets on the device, to the slots from `first` on, while training stops.
+    fn copy_from_device(&mut self, leaving: &[Range<usize>], first: usize) -> Result<()> {
+        if leaving.is_empty() {
             return Ok(());
         }
         self.dev.record(self.compute_tail, Stream::Compute)?;
         self.dev.synchronize(self.compute_tail)?;
-        let is_pinned = self.scratch.pin_copies(&mut self.dev, first);
-        for (range, slot) in resident.iter().zip(first..).filter(|(range, _)| !range.is_empty()) {
+        let is_pinned = self.scratch.pin_copies((&mut self.dev, &mut self.host), first);
+        for (range, slot) in leaving.iter().zip(first..).filter(|(range, _)| !range.is_empty()) {
             let (state, copies) = (self.memory.states.on_device(range), self.scratch.copies);
             for part in copies.arrays().parts() {
                 let target = copies.array(Slot(slot), part, range.len());
@@ -101,10 +118,10 @@ impl<D: Kernels> Engine<D> {
         self.dev.synchronize(self.compute_tail)
     }
 
-    /// Enqueues copies of the states of `staying`, local ranges of buckets, within the device.
-    fn copy_within_device(&mut self, staying: &[Range<usize>]) -> Result<()> {
+    /// Enqueues copies of the states of `copied`, local ranges of buckets, within the device. Copies to the host follow the last step.
+    fn copy_within_device(&mut self, copied: &[Range<usize>]) -> Result<()> {
         let copies = self.scratch.copies;
-        for (nth, range) in staying.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
+        for (nth, range) in copied.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
             let state = self.memory.states.on_device(range);
             for part in copies.arrays().parts() {
                 let (src, dst) = (words(state.arrays[part]), copies.on_device(nth, part, range.len()));
@@ -115,30 +132,56 @@ impl<D: Kernels> Engine<D> {
         self.dev.wait(Stream::D2h, self.device_copies.made)
     }
 
-    /// Lets copies of the device leave it, and offers those that have arrived to the save. Returns false if there was nothing to do.
+    /// Lets states leave the device, and offers those that have arrived to the save. Returns false if there was nothing to do.
     pub(super) fn move_device_copies(&mut self) -> Result<bool> {
         let mut progressed = false;
         while let Some(save) = &self.save
-            && let Some((next, bucket, staged)) = self.device_copies.next(save.board(), |event| self.dev.is_done(event))?
+            && let Some(next) = self.device_copies.next(save.board(), |event| self.dev.is_done(event))?
         {
             progressed = true;
             match next {
-                Move::Offer => save.board().offer(bucket, Source::Nowhere, Source::Copy(self.scratch.copies.staged(staged))),
-                Move::Send => self.send_device_copy(bucket, staged)?,
+                Move::Offer { bucket, way } => save.board().offer(bucket, Source::Nowhere, Source::Copy(self.copy_of(bucket, way))),
+                Move::Send { bucket, way } => {
+                    self.send_state(bucket, self.copy_of(bucket, Some(way)))?;
+                    self.dev.record(self.device_copies.arrival(way), Stream::D2h)?;
+                }
             }
         }
         Ok(progressed)
     }
 
-    /// Enqueues the copy of the state of `bucket` from its slot of the device to the staged slot number `staged`.
-    fn send_device_copy(&mut self, bucket: usize, staged: usize) -> Result<()> {
-        let (slices, copies) = (self.exchange.slices(), self.scratch.copies);
-        let (first, elems) = (slices.layout().count() - copies.device_slots(), slices.local(bucket).len());
-        for part in copies.arrays().parts().filter(|_| elems > 0) {
-            let (source, target) = (copies.on_device(bucket - first, part, elems), copies.array(copies.staged(staged), part, elems));
-            self.dev.copy_d2h(Stream::D2h, source, target)?;
+    /// Before the device steps its buckets: enqueues the copies of all states that have to leave their memory, and lets the steps wait.
+    pub(super) fn send_states_before_steps(&mut self) -> Result<()> {
+        if !self.device_copies.reads_states() {
+            return Ok(());
         }
-        self.dev.record(self.device_copies.arrival(staged), Stream::D2h)
+        for bucket in self.device_copies.leave_now() {
+            self.send_state(bucket, self.own_copy(bucket))?;
+        }
+        self.dev.record(self.device_copies.left, Stream::D2h)?;
+        self.dev.wait(Stream::Compute, self.device_copies.left)
+    }
+
+    /// The slot of the host for a state that leaves the device by `way`.
+    fn copy_of(&self, bucket: usize, way: Option<usize>) -> Slot {
+        match way.filter(|_| self.device_copies.is_copied(bucket)) {
+            Some(way) => self.scratch.copies.staged(way),
+            None => self.own_copy(bucket),
+        }
+    }
+
+    /// Enqueues the copy of the state of `bucket` to `slot` of the host.
+    fn send_state(&mut self, bucket: usize, slot: Slot) -> Result<()> {
+        let (slices, copies) = (self.exchange.slices(), self.scratch.copies);
+        let (range, first_copied) = (slices.local(bucket), slices.layout().count() - copies.device_slots());
+        for part in copies.arrays().parts().filter(|_| !range.is_empty()) {
+            let source = match bucket.checked_sub(first_copied) {
+                Some(nth) => copies.on_device(nth, part, range.len()),
+                None => self.memory.states.on_device(&range).arrays[part],
+            };
+            self.dev.copy_d2h(Stream::D2h, source, copies.array(slot, part, range.len()))?;
+        }
+        Ok(())
     }
 
     /// Copies an array of the local range `range` from the device to `target`, in the form that a checkpoint stores.

@@ -135,7 +135,10 @@ impl<D: Kernels> Engine<D> {
             Hop::GradsOut | Hop::RowsOut => self.inject(FaultPhase::GradsOut)?,
             Hop::Optimize => self.inject(FaultPhase::Optimize)?,
             Hop::ParamsIn | Hop::RowsIn => self.inject(FaultPhase::ParamsIn)?,
-            Hop::StepOnDevice => self.inject(FaultPhase::StepOnDevice)?,
+            Hop::StepOnDevice => {
+                self.inject(FaultPhase::StepOnDevice)?;
+                self.send_states_before_steps()?;
+            }
             Hop::Backward | Hop::HeadBackward | Hop::PageIn | Hop::PageOut | Hop::Save | Hop::SaveCopy => {}
         }
         self.transfers.wait(&mut self.dev, hop, bucket)?;

@@ -21,7 +21,7 @@ pub(crate) struct StateCopies {
 /// Memory of slots.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::engine) struct CopyMemory {
-    /// Slots of the pool, then those for states that leave the device before the next step.
+    /// Slots of the pool, then those for states that leave the device from their own memory.
     pub(in crate::engine) host: PinnedSlice,
     /// Pinned slots of the host through which the copies of the device leave it. Their numbers follow those of `host`.
     pub(in crate::engine) staged: PinnedSlice,

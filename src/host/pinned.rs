@@ -166,6 +166,22 @@ impl HostMemory {
         Ok(self.keep(block, name, bytes, base_page_bytes(), None))
     }
 
+    /// Faults the pages of `part` of untouched memory in, in parallel. Nothing may use memory on these pages.
+    ///
+    /// # Errors
+    /// `Resource` when the kernel refuses.
+    ///
+    /// # Panics
+    /// If the memory is not this owner's.
+    pub(crate) fn fault_in_part(&self, part: PinnedSlice) -> Result<()> {
+        self.expect_mine(part);
+        let holds = |block: &&Block| block.mapping.addresses().contains(&part.addr);
+        let Some(block) = self.blocks.iter().find(holds).filter(|_| part.bytes > 0) else { return Ok(()) };
+        let (start, whole) = (part.addr - block.mapping.addr(), block.mapping.addresses().len());
+        let pages = start / block.page_bytes * block.page_bytes..(start + part.bytes).next_multiple_of(block.page_bytes).min(whole);
+        self.fault_in(&block.name, &block.mapping, &[(pages, 0)], block.page_bytes)
+    }
+
     /// Frees the allocation at `addr`, except its first `kept` bytes, rounded up to a page. No job or copy may use the freed part.
     ///
     /// # Panics
@@ -381,7 +397,7 @@ fn shared_memory(bytes: usize) -> io::Result<OwnedFd> {
 mod tests {
     use super::*;
     use crate::hardware::topology::{Topology, tests::tree};
-    use crate::host::memory_policy::HugePagesChoice;
+    use crate::host::memory_policy::{HugePagesChoice, Toucher};
 
     #[test]
     fn memory_is_zeroed_shared_between_views_and_bounded() {
@@ -393,6 +409,21 @@ mod tests {
         assert!(host.lend::<f32>(block.slice(3 << 20, 0)).is_empty());
         assert_eq!(host.allocations().collect::<Vec<_>>(), [("test", 3 << 20)]);
         assert!(std::panic::catch_unwind(|| block.slice(1, 3 << 20)).is_err());
+    }
+
+    #[test]
+    fn threads_fault_in_a_part_of_untouched_memory_and_no_more() {
+        let touchers = vec![Toucher { cpu: None, node: 0 }; 2];
+        let mut host = HostMemory::new(MemoryPolicy { pages: PageSizes::Smallest, touchers, ..MemoryPolicy::default() });
+        let block = host.alloc_untouched("test", 8 << 20).unwrap();
+        let resident = |host: &HostMemory| host.report(Path::new("/")).pages.iter().map(|pages| pages.bytes).sum::<u64>();
+        assert_eq!(resident(&host), 0);
+        let part = block.slice((5 << 20) + 8, (2 << 20) + 8);
+        host.lend_mut::<u8>(block.slice(part.addr() - block.addr() - 4, 4)).fill(7);
+        host.fault_in_part(part).unwrap();
+        assert_eq!(resident(&host), (2 << 20) + base_page_bytes() as u64);
+        assert_eq!(host.lend::<u8>(block.slice((5 << 20) + 2, 8)), [0, 0, 7, 7, 7, 7, 0, 0]);
+        host.fault_in_part(block.slice(0, 0)).unwrap();
     }
 
     #[test]

@@ -25,7 +25,7 @@ pub struct Placement {
 /// Copies of states that wait to be saved, each of a bucket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SaveCopies {
-    /// Slots of the host: those of the pool, then those for states that leave the device before the next step.
+    /// Slots of the host: those of the pool, then those for states that leave the device from their own memory.
     pub host: usize,
     /// Slots of the device, for the last buckets whose states are there. These leave the device while steps run.
     pub device: usize,
@@ -34,10 +34,10 @@ pub struct SaveCopies {
 impl SaveCopies {
     /// Pinned slots of the host through which the copies of the device leave it.
     pub(crate) fn staged(self) -> usize {
-        self.device.min(STAGED_COPIES)
+        if self.device > 0 { STAGED_COPIES } else { 0 }
     }
 
-    /// Buckets whose states leave the device before the next step, if `resident` are there.
+    /// Buckets whose states leave the device from their own memory, if `resident` are there.
     pub(crate) fn direct(self, resident: usize) -> usize {
         resident - self.device
     }

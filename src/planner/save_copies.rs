@@ -47,19 +47,19 @@ impl Workload<'_> {
             SaveMemory::Auto => on_host.free().unwrap_or(0),
             SaveMemory::Size(bytes) => bytes.0,
         };
-        let (device, host_bytes) = match self.site.machine.device {
-            DeviceMemory::Own { .. } => (self.copies_on_device(layout, on_device.free().unwrap_or(0) * ranks as u64), host_bytes),
-            // Copies in both spaces take the same memory.
-            DeviceMemory::Shared => {
-                let device = self.copies_on_device(layout, host_bytes / 2);
-                (device, host_bytes - (device * self.copy_bytes(layout)) as u64)
-            }
+        // With shared memory, copies in both spaces take the same bytes.
+        let (device_bytes, shared) = match self.site.machine.device {
+            DeviceMemory::Own { .. } => (on_device.free().unwrap_or(0) * ranks as u64, 0),
+            DeviceMemory::Shared => (host_bytes / 2, self.copy_bytes(layout) as u64),
         };
-        let all = self.fitting(layout, host_bytes);
-        let copies = SaveCopies { host: all.saturating_sub(SaveCopies { host: 0, device }.staged()), device };
-        let stops =
-            obstacle(self.site.processes, layout).is_some() || copies.host < copies.direct(resident(layout)) || all < copies.staged();
-        if stops { SaveCopies::default() } else { copies }
+        let with = |device: usize| {
+            let (all, staged) = (self.fitting(layout, host_bytes - device as u64 * shared), SaveCopies { host: 0, device }.staged());
+            let copies = SaveCopies { host: all.checked_sub(staged)?, device };
+            (copies.host >= copies.direct(resident(layout))).then_some(copies)
+        };
+        let stops = obstacle(self.site.processes, layout).is_some();
+        let tried = [self.copies_on_device(layout, device_bytes), 0].into_iter().filter(|_| !stops);
+        tried.into_iter().find_map(with).unwrap_or_default()
     }
 
     /// Copies that fit `bytes` of all devices together: at most one of each bucket whose state is there. A device copies states in its
@@ -115,7 +115,7 @@ impl Plan {
         ((host + device) * self.copy_bytes()) as u64
     }
 
-    /// Seconds in which a save copies states from the devices to the host before the next step begins, once that memory is pinned.
+    /// Seconds in which states leave the devices from their own memory, which the next step waits for, once the slots are pinned.
     pub(crate) fn copied_first_s(&self) -> f64 {
         let bytes = self.placement.save_copies.direct(resident(&self.placement.layout)) * self.copy_bytes();
         bytes as f64 / self.site.ranks as f64 / self.site.machine.rates.to_host_bytes_per_s

@@ -31,15 +31,16 @@ pub(super) fn describe_save_times(run_dir: &RunDir, settings: &Settings, plan: &
 /// The shortest pause of training that is announced, in seconds.
 const ANNOUNCED_S: f64 = 0.05;
 
-/// The time of a save of `bytes` on a disk that takes `rate` bytes a second. With `copies`, training waits for the seconds in which states
-/// leave the device, and then until the disk has taken the bytes that copies have no memory for; without `copies` it waits for the whole
+/// The time of a save of `bytes` on a disk that takes `rate` bytes a second. With `copies`, steps wait for the seconds in which states
+/// leave the device from their own memory, and until the disk has taken the bytes that copies have no memory for; without `copies` it waits for the whole
 /// save.
 fn save_time(bytes: u64, rate: f64, copies: Option<(u64, f64)>) -> String {
     let seconds = |bytes: u64| format!("{:.1} s", bytes as f64 / rate);
     let save = format!("a save takes about {} at {} a second", seconds(bytes), Bytes(rate as u64));
     let Some((copied, copied_first_s)) = copies else { return format!("{save} and stops training") };
     let rest = bytes.saturating_sub(copied);
-    let first = (copied_first_s >= ANNOUNCED_S).then(|| format!("{copied_first_s:.1} s for states to leave the GPU"));
+    let first =
+        (copied_first_s >= ANNOUNCED_S).then(|| format!("{copied_first_s:.1} s less the time of a step for states to leave the GPU"));
     let rest = (rest > 0).then(|| format!("{} less the time of a step for the disk", seconds(rest)));
     let waits: Vec<_> = first.into_iter().chain(rest).collect();
     if waits.is_empty() { format!("{save}, beside steps") } else { format!("{save}, beside steps, which wait {}", waits.join(" and ")) }
@@ -57,7 +58,12 @@ mod tests {
         assert_eq!(time(Some(15 << 30)), format!("{save}, beside steps, which wait 5.0 s less the time of a step for the disk"));
         assert_eq!(time(Some(25 << 30)), format!("{save}, beside steps"));
         let leaving = |copies| save_time(20 << 30, (1u64 << 30) as f64, Some((copies, 1.12)));
-        assert_eq!(leaving(20 << 30), format!("{save}, beside steps, which wait 1.1 s for states to leave the GPU"));
-        assert!(leaving(15 << 30).ends_with("which wait 1.1 s for states to leave the GPU and 5.0 s less the time of a step for the disk"));
+        assert_eq!(
+            leaving(20 << 30),
+            format!("{save}, beside steps, which wait 1.1 s less the time of a step for states to leave the GPU")
+        );
+        assert!(leaving(15 << 30).ends_with(
+            "which wait 1.1 s less the time of a step for states to leave the GPU and 5.0 s less the time of a step for the disk"
+        ));
     }
 }

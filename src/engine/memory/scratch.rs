@@ -27,7 +27,7 @@ pub(in crate::engine) struct StepScratch {
     pub(in crate::engine) step: StepMemory,
     /// Slots for copies of states that wait to be saved.
     pub(in crate::engine) copies: StateCopies,
-    /// The slots that are pinned from the first save on: those for states that leave the device before the next step.
+    /// The slots that are pinned from the first save on: those for states that leave the device from their own memory.
     pinned_copies: Option<PinnedSlice>,
     /// fp32 staging buffers for one bucket in each direction, if the device casts.
     pub(in crate::engine) staging_d2h: DeviceSlice,
@@ -97,12 +97,13 @@ impl StepScratch {
         self.lease.give_back(dev, host)
     }
 
-    /// Pins all slots for copies from slot `first` on, once. Returns whether they are pinned: a system that refuses to lock the memory has
-    /// the same copies by way of another buffer.
-    pub(in crate::engine) fn pin_copies<D: Device>(&mut self, dev: &mut D, first: usize) -> bool {
+    /// Pins all slots for copies from slot `first` on, once. Threads fault their pages in before. Returns whether they are pinned: a system
+    /// that refuses to lock the memory has the same copies by way of another buffer.
+    pub(in crate::engine) fn pin_copies<D: Device>(&mut self, (dev, host): Sides<'_, D>, first: usize) -> bool {
         if self.pinned_copies.is_none() {
             let memory = self.copies.slots_from(first);
-            self.pinned_copies = dev.pin(memory).is_ok().then_some(memory);
+            let pinned = host.fault_in_part(memory).and_then(|()| dev.pin(memory));
+            self.pinned_copies = pinned.is_ok().then_some(memory);
         }
         self.pinned_copies.is_some()
     }

@@ -184,6 +184,28 @@ fn states_that_the_device_copies_within_its_memory_are_saved_alike() {
 }
 
 #[test]
+fn an_evaluation_beside_a_save_neither_waits_for_it_nor_changes() {
+    let dir = tempfile::tempdir().unwrap();
+    let eval_data = dir.path().join("eval.txt");
+    fs::write(&eval_data, "A model that is evaluated has other data than it learns from. ".repeat(8)).unwrap();
+    let run_of = |name: &str, save_memory| {
+        let out = dir.path().join(name);
+        let settings = Settings { eval_data: vec![eval_data.clone()], eval_steps: Some(3), save_memory, ..slow(&out, 4, 2) };
+        let (summary, recorder) = run(&settings);
+        assert!(summary.failure.is_none(), "{:?}", summary.failure);
+        let metrics = fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+        let rows = metrics.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        (rows.filter_map(|row| row["eval_loss"].as_f64()).collect::<Vec<_>>(), recorder, out.join("checkpoint-4"))
+    };
+    let (losses, recorder, beside) = run_of("beside", SaveMemory::Auto);
+    let (expected, _, stopping) = run_of("stopping", SaveMemory::Off);
+    assert!(losses.len() == 2 && losses == expected, "{losses:?} {expected:?}");
+    let evaluated = recorder.lines.iter().position(|line| line.contains("eval") && !line.contains("eval.txt"));
+    assert!(evaluated.unwrap() < recorder.place("checkpoint-2"), "{:?}", recorder.lines);
+    expect_same(&beside, &stopping);
+}
+
+#[test]
 fn a_signal_ends_a_run_after_the_running_save_and_one_of_its_last_step() {
     let dir = tempfile::tempdir().unwrap();
     let stop = StopFlag::default();
