@@ -66,8 +66,8 @@ fn a_bad_record_ends_a_run_with_its_place_and_leaves_nothing() {
         (alternating(400, &"word ".repeat(40), "hm"), "its answers come to more than 16777216 bytes of text"),
         (alternating(5000, "word", ""), "the chat template takes too long for 10000 messages"),
         (with_key("train", json!("false")), "message 1 of `messages` has train \"false\": true or false are its possible values"),
-        (with_key("weight", json!("0")), "message 1 of `messages` has weight \"0\": 0 or 1 are its possible values"),
-        (with_key("weight", json!(0.5)), "has weight 0.5: 0 or 1"),
+        (with_key("weight", json!("0")), "message 1 of `messages` has weight \"0\": numbers from 0 to 1 are its possible values"),
+        (with_key("weight", json!(1.5)), "has weight 1.5: numbers from 0 to 1"),
         (json!({"text": "a"}).to_string(), "lacks the columns of messages, which its file has"),
         ("{\"messages\": [".into(), "EOF while parsing"),
     ];

@@ -171,6 +171,55 @@ fn the_loss_is_the_mean_over_the_targets_that_count() {
     }
 }
 
+/// A target whose weight lacks so many units of 1/4096.
+fn lacking(target: i32, units: i32) -> i32 {
+    target | units << 19
+}
+
+/// Computes the loss from logits, in f64.
+#[test]
+fn the_loss_is_the_weighted_mean_over_the_targets_of_all_micro_batches() {
+    let mut documents = [1, 2, 3].map(|seed| Document::new(seed, 16, seed as usize));
+    for (row, document) in (0..).zip(&mut documents) {
+        let counted = document.targets.iter_mut().filter(|target| **target >= 0);
+        (0..).zip(counted).for_each(|(at, target)| *target = lacking(*target, (row * 1500 + at * 37) % 4096));
+    }
+    let rows = || Rows::new(documents.iter().map(|document| vec![document.clone()]).collect());
+    for shape in shapes() {
+        let mut whole = engine(&shape, (3, 16, 1), false, "dtype = 'float32'");
+        let logits = whole.logits(&mut rows()).unwrap();
+        let (mut sum, mut weights) = (0.0, 0.0);
+        for (row, word) in logits.chunks_exact(shape.vocab).zip(documents.iter().flat_map(|document| &document.targets)) {
+            let weight = if *word < 0 { 0.0 } else { f64::from(4096 - (word >> 19)) / 4096.0 };
+            let exponentials: f64 = row.iter().map(|x| f64::from(*x).exp()).sum();
+            sum += weight * (exponentials.ln() - f64::from(row[(word & ((1 << 19) - 1)) as usize % shape.vocab]));
+            weights += weight;
+        }
+        let mut cut = engine(&shape, (1, 16, 3), false, "dtype = 'float32'");
+        for engine in [&mut whole, &mut cut] {
+            let evaluated = engine.evaluate(&mut rows()).unwrap();
+            let loss = f64::from(steps(engine, &mut rows(), 1)[0].loss);
+            assert!((loss / (sum / weights) - 1.0).abs() < 1e-6, "{:?}: {loss}, from logits {}", shape.family, sum / weights);
+            assert_eq!((evaluated.loss as f32, evaluated.targets), (loss as f32, 8 + 10));
+        }
+    }
+}
+
+#[test]
+fn equal_weights_that_are_powers_of_two_train_to_the_bits_of_no_weights() {
+    let shape = tiny_llama(2, 32, VOCAB, true);
+    let rows = |units: i32| {
+        let mut documents = [1, 2, 3].map(|seed| Document::new(seed, 16, seed as usize));
+        let targets = documents.iter_mut().flat_map(|document| &mut document.targets);
+        targets.filter(|target| **target >= 0).for_each(|target| *target = lacking(*target, units));
+        Rows::new(documents.map(|document| vec![document]).to_vec())
+    };
+    for dtype in ["float32", "bfloat16"] {
+        let run = |units| bits(&mut engine(&shape, (1, 16, 3), false, &format!("dtype = '{dtype}'")), rows(units));
+        assert!(run(2048) == run(0) && run(4096 - 16) == run(0), "{dtype}");
+    }
+}
+
 /// No counted target depends on the last tokens of the row. They may have any value, and so may the marker of ignored targets.
 #[test]
 fn padding_leaves_no_trace() {

@@ -143,7 +143,7 @@ impl UseEngine for Steps<'_> {
     }
 }
 
-/// Random tokens. With `masked`, one of four targets counts, and none in some micro-batches.
+/// Random tokens. With `masked`, one of four targets counts, half of them with a weight, and none in some micro-batches.
 #[derive(Clone)]
 struct Text {
     noise: Noise,
@@ -156,6 +156,8 @@ impl Batches for Text {
         let has_targets = batch.tokens[0] % 3 > 0;
         let is_masked = |at: usize| self.masked && at > 0 && !(has_targets && at.is_multiple_of(4));
         batch.targets.iter_mut().enumerate().filter(|(at, _)| is_masked(*at)).for_each(|(_, target)| *target = -1);
+        let weighted = batch.targets.iter_mut().step_by(8).filter(|target| self.masked && **target >= 0);
+        (1..).zip(weighted).for_each(|(nth, target)| *target |= (997 * nth % 4096) << 19);
         Ok(())
     }
 }

@@ -69,5 +69,6 @@ mod text_parts;
 mod tokenizers;
 mod tokens_per_step;
 mod trl;
+mod weights;
 mod wire;
 mod wire_proxy;

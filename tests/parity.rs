@@ -56,7 +56,19 @@ impl Golden {
     }
 
     fn batches(&self) -> Text {
-        Text { tokens: self.values("tokens"), targets: self.values("targets"), dealt: 0 }
+        Text { tokens: self.values("tokens"), targets: self.targets(), dealt: 0 }
+    }
+
+    /// The targets, with their weights where there are some.
+    fn targets(&self) -> Vec<i32> {
+        let mut targets: Vec<i32> = self.values("targets");
+        if SafeTensors::deserialize(&self.bytes).unwrap().tensor("weights").is_ok() {
+            for (target, weight) in targets.iter_mut().zip(self.values::<f32>("weights")) {
+                let lacking = 4096 - (4096.0 * weight) as i32;
+                *target = if lacking == 4096 { -1 } else { *target | lacking << 19 };
+            }
+        }
+        targets
     }
 
     fn first_params(&self) -> Vec<f32> {

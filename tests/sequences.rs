@@ -66,7 +66,7 @@ fn weights(seed: u64) -> impl Fn(&TensorSpec) -> Vec<f32> {
     move |spec| small(spec).into_iter().map(|x| if x == 1.0 { x } else { 15.0 * x }).collect()
 }
 
-/// Rows of two documents. The second one crosses the boundary between two ranks, and some targets are ignored.
+/// Rows of two documents. The second one crosses the boundary between two ranks. Some targets are ignored, and some have a weight.
 #[derive(Clone)]
 struct Documents(Noise);
 
@@ -74,6 +74,7 @@ impl Batches for Documents {
     fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
         self.0.fill(batch)?;
         batch.targets.iter_mut().step_by(3).for_each(|target| *target = -1);
+        batch.targets.iter_mut().skip(1).step_by(3).for_each(|target| *target |= 1000 << 19);
         let Some(documents) = batch.documents.as_mut() else { return Ok(()) };
         for (positions, documents) in batch.positions.chunks_exact_mut(LENGTH).zip(documents.chunks_exact_mut(LENGTH)) {
             positions[5..].iter_mut().for_each(|position| *position -= 5);

@@ -29,9 +29,17 @@ struct Row {
     __device__ __forceinline__ unsigned single(unsigned i) const { return i < head ? i : i + vectors * WIDE<T>; }
 };
 
+// The word of a target: the lowest bits are its token, the bits above are the units that its weight lacks; see src/data/loss_weight.rs.
+constexpr unsigned ID_BITS = 19;
+constexpr int WHOLE_UNITS = 1 << (31 - ID_BITS);
+
 // The column of a row's target, or a column that no tile has.
-__device__ __forceinline__ unsigned target_column(int token, unsigned vocab_start) {
-    return token < 0 ? ~0u : unsigned(token) - vocab_start;
+__device__ __forceinline__ unsigned target_column(int word, unsigned vocab_start) {
+    return word < 0 ? ~0u : (unsigned(word) & ((1u << ID_BITS) - 1)) - vocab_start;
+}
+
+__device__ __forceinline__ float target_weight(int word) {
+    return word < 0 ? 0.0f : float(WHOLE_UNITS - (word >> ID_BITS)) * (1.0f / WHOLE_UNITS);
 }
 
 // Passes over NaN.
@@ -106,12 +114,12 @@ __device__ __forceinline__ void cross_entropy_stats(
     const float max = larger(reduce_block<THREADS>(part.max, larger), old_max);
     const float sum = reduce_block<THREADS>(part.sum * exp_exact(part.max - max), [](float a, float b) { return a + b; });
     if (threadIdx.x > 0) return;
-    const int token = targets[blockIdx.x];
-    const unsigned target = target_column(token, vocab_start);
+    const int word = targets[blockIdx.x];
+    const unsigned target = target_column(word, vocab_start);
     const float old_sum = first ? 0.0f : stats[1];
     const float old_target = first ? 0.0f : stats[2];
-    // A negative token is no target: 0 + ln 1 - 0, no loss, whatever the logits are.
-    const bool counts = token >= 0;
+    // A negative word is no target: 0 + ln 1 - 0, no loss, whatever the logits are.
+    const bool counts = word >= 0;
     stats[0] = counts ? max : 0.0f;
     stats[1] = counts ? fmaf(old_sum, exp_exact(old_max - max), sum) : 1.0f;
     stats[2] = !counts ? 0.0f : target < cols ? cap(widen(logits[target])).value : old_target;
@@ -148,10 +156,10 @@ __device__ __forceinline__ void cross_entropy_grad(
     logits += (size_t)blockIdx.x * cols;
     stats += (size_t)blockIdx.x * 3;
     const Row<T> row(logits, cols);
-    const int token = targets[blockIdx.x];
-    const Gradient gradient = {stats[0], stats[1], 1.0f / stats[1], scale, target_column(token, vocab_start)};
+    const int word = targets[blockIdx.x];
+    const Gradient gradient = {stats[0], stats[1], 1.0f / stats[1], target_weight(word) * scale, target_column(word, vocab_start)};
     // Without a target every gradient is 0, whatever the logits are.
-    const bool counts = token >= 0;
+    const bool counts = word >= 0;
     const unsigned thread = blockIdx.y * THREADS + threadIdx.x;
     for (unsigned v = thread; v < row.vectors; v += gridDim.y * THREADS) {
         T* at = logits + row.column(v);
@@ -170,12 +178,13 @@ __device__ __forceinline__ void cross_entropy_grad(
 
 // One block: rows are few, and their order is part of the result.
 extern "C" __global__ void __launch_bounds__(LOSS_THREADS)
-    cross_entropy_loss(const float* stats, float* loss, unsigned rows, float scale, unsigned accumulate) {
+    cross_entropy_loss(
+        const int* targets, const float* stats, float* loss, unsigned rows, float scale, unsigned accumulate) {
     double total = 0.0;
 #pragma unroll 4
     for (unsigned row = threadIdx.x; row < rows; row += LOSS_THREADS) {
         const float* at = stats + (size_t)row * 3;
-        total += (double)at[0] + log((double)at[1]) - (double)at[2];
+        total += (double)target_weight(targets[row]) * ((double)at[0] + log((double)at[1]) - (double)at[2]);
     }
     total = reduce_block<LOSS_THREADS>(total, [](double a, double b) { return a + b; });
     if (threadIdx.x > 0) return;

@@ -6,6 +6,7 @@ use crate::data::context::Preparation;
 use crate::data::encode::documents::{DocumentTotals, DocumentsInMemory};
 use crate::data::encode::text_files;
 use crate::data::encode::tokenizer_handle::Tokenizer;
+use crate::data::loss_weight::{VOCAB_MAX, id_of};
 use crate::data::prepared::cache;
 use crate::data::prepared::checked_files::CheckedFiles;
 use crate::data::prepared::folder::Prepared;
@@ -75,8 +76,8 @@ impl Dataset {
     /// model with `vocab_size` ids.
     ///
     /// # Errors
-    /// Errors of [`crate::data::read::files::find_files`]; a file's fault with its place; `Unsupported` when the vocabulary does not fit 32-bit
-    /// signed ids or does not hold the tokenizer's end of text; `Format` (or `Usage`, for the shipped text) when all of it is less
+    /// Errors of [`crate::data::read::files::find_files`]; a file's fault with its place; `Unsupported` when the vocabulary has more than
+    /// [`VOCAB_MAX`] ids or does not hold the tokenizer's end of text; `Format` (or `Usage`, for the shipped text) when all of it is less
     /// than one sequence and the token after it; `Usage` for whole documents of a token file, which has none; `Interrupted`.
     ///
     /// # Panics
@@ -223,7 +224,7 @@ impl Dataset {
         }
     }
 
-    /// Writes sequence `idx` of the stream: `inputs` and `targets`, the targets one token further, and -1 where nothing is trained.
+    /// Writes sequence `idx` of the stream: ids as `inputs`, and words as `targets`, one token further, and -1 where nothing is trained.
     fn read_cut(&self, idx: usize, inputs: &mut [i32], targets: &mut [i32]) -> Result<()> {
         let start = idx * self.seq_length;
         let (shared, last) = targets.split_at_mut(self.seq_length - 1);
@@ -231,7 +232,7 @@ impl Dataset {
         shared.copy_from_slice(&inputs[1..]);
         self.stream.read(start + self.seq_length, last)?;
         for token in inputs.iter_mut() {
-            *token &= i32::MAX;
+            *token = id_of(*token as u32) as i32;
         }
         for target in targets.iter_mut() {
             *target = (*target).max(-1);
@@ -323,8 +324,8 @@ fn check_bounds(files: &[PathBuf], packing: Packing, split: Option<EvalSplit>) -
 }
 
 pub(super) fn check_vocabulary(vocab_size: usize, tokenizer: &Tokenizer) -> Result<()> {
-    if vocab_size > 1 << 31 {
-        return Err(Error::Unsupported(format!("a vocabulary of {vocab_size} ids")));
+    if vocab_size > VOCAB_MAX {
+        return Err(Error::Unsupported(format!("a vocabulary of {vocab_size} ids: at most {VOCAB_MAX} are possible")));
     }
     let outside = |id: &u32| *id as usize >= vocab_size;
     if let Some(id) = tokenizer.end_of_text().filter(outside) {
@@ -483,6 +484,25 @@ pub(crate) mod tests {
     use crate::signals::StopFlag;
     use proptest::prelude::*;
 
+    #[test]
+    fn inputs_are_ids_and_targets_keep_their_weights_in_sequences_and_in_rows() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.jsonl");
+        std::fs::write(&path, "{\"input_ids\": [1, 2, 3, 4, 5], \"weights\": [1, 0.25, 0, 1, 0.5]}").unwrap();
+        let quarter_of_2 = 2 | (4096 - 1024) << 19;
+        let half_of_5 = 5 | 2048 << 19;
+        for packing in [Packing::Wrapped, Packing::Off] {
+            let rules = RowRules { packing, ..RowRules::wrapped(4) };
+            let mut preparation = Preparation::default();
+            let dataset = Dataset::open(std::slice::from_ref(&path), &Tokenizer::bytes(), 256, rules, &mut preparation).unwrap();
+            let (mut inputs, mut targets) = ([0; 4], [0; 4]);
+            let row = BatchRow { tokens: &mut inputs, targets: &mut targets, positions: &mut [0; 4], documents: None };
+            dataset.read_sequence(0, row).unwrap();
+            let last = if packing == Packing::Off { -1 } else { half_of_5 };
+            assert_eq!((inputs, targets), ([1, 2, 3, 4], [quarter_of_2, -1, 4, last]), "{packing}");
+        }
+    }
+
     /// Tokens 0, 1, 2, ... in sequences of `seq_length`.
     pub(crate) fn counting(tokens: usize, seq_length: usize) -> Option<Dataset> {
         let mut stream = TokenStream::default();
@@ -539,8 +559,8 @@ pub(crate) mod tests {
     #[test]
     fn a_vocabulary_that_cannot_be_is_refused() {
         let ending = |id: &str| Tokenizer::bytes_with(Some(id), AddBos::No, Arc::default()).unwrap();
-        assert!(check_vocabulary((1 << 31) + 1, &Tokenizer::bytes()).is_err() && check_vocabulary(10, &ending("10")).is_err());
-        assert!(check_vocabulary(1 << 31, &ending("9")).is_ok());
+        assert!(check_vocabulary(VOCAB_MAX + 1, &Tokenizer::bytes()).is_err() && check_vocabulary(10, &ending("10")).is_err());
+        assert!(check_vocabulary(VOCAB_MAX, &ending("9")).is_ok());
     }
 
     #[test]

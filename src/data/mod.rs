@@ -10,6 +10,7 @@ pub(crate) mod dataset;
 pub(crate) mod encode;
 pub(crate) mod host_bytes;
 pub(crate) mod loader;
+pub(crate) mod loss_weight;
 pub(crate) mod prepare_ahead;
 pub(crate) mod prepared;
 pub(crate) mod read;

@@ -3,7 +3,7 @@
 use super::context::Preparation;
 use super::dataset::{Dataset, MeasuredData};
 use super::encode::documents::place_word;
-use super::encode::marked_text::{ShownDocument, TextPiece};
+use super::encode::marked_text::ShownDocument;
 use super::encode::text_files;
 use super::encode::tokenizer_handle::Tokenizer;
 use super::read::files;
@@ -99,11 +99,13 @@ impl DataView {
         let line = line.map_or(String::new(), |line| format!(", {} {line}", place_word(Path::new(file))));
         let tokens = tokens.map_or("the beginning".into(), |tokens| counted(tokens, "token"));
         let legend = if self.in_colour { "in green".into() } else { format!("between {} and {}", MARKS[0], MARKS[1]) };
-        writeln!(f, "--- {}{line}: {tokens}; trained text is {legend}", printable(file))?;
+        let weights = if pieces.iter().any(|piece| piece.shown_weight().is_some()) { ", and *WEIGHT follows it" } else { "" };
+        writeln!(f, "--- {}{line}: {tokens}; trained text is {legend}{weights}", printable(file))?;
         let [begin, end] = if self.in_colour { COLOURS } else { MARKS };
-        for TextPiece { text, trained } in pieces {
-            let (begin, end) = if *trained { (begin, end) } else { ("", "") };
-            write!(f, "{begin}{}{end}", printable_lines(text))?;
+        for piece in pieces {
+            let (begin, end) = if piece.weight.is_trained() { (begin, end) } else { ("", "") };
+            let weight = piece.shown_weight().map_or(String::new(), |weight| format!("*{weight}"));
+            write!(f, "{begin}{}{end}{weight}", printable_lines(&piece.text))?;
         }
         f.write_str("\n\n")
     }
@@ -131,11 +133,13 @@ impl fmt::Display for DataView {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::encode::marked_text::TextPiece;
+    use crate::data::loss_weight::LossWeight;
 
     #[test]
     fn text_of_data_does_not_steer_a_terminal_in_colour_either() {
         let evil = "a\x1b[31mb\r\u{9b}\u{202e}\n\tc";
-        let piece = TextPiece { text: evil.into(), trained: true };
+        let piece = TextPiece { text: evil.into(), weight: LossWeight::WHOLE };
         let view = DataView {
             tokenizer: evil.into(),
             documents: 1,

@@ -4,7 +4,8 @@ use super::executor::Engine;
 use super::protocol::order::Order;
 use super::step::Pass;
 use super::watch::driver_state::DriverActivity;
-use crate::data::rows::batch::Batches;
+use crate::data::loss_weight::inverse_of_units;
+use crate::data::rows::batch::{Batches, CountedTargets};
 use crate::device::{Kernels, Stream};
 use crate::error::Result;
 use crate::faults::FaultPhase;
@@ -14,7 +15,7 @@ use crate::model::tensors::Module;
 /// The loss of some micro-batches under the current weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Evaluated {
-    /// Mean over the counted targets.
+    /// Weighted mean over the counted targets.
     pub loss: f64,
     /// Number of counted targets.
     pub targets: usize,
@@ -29,36 +30,36 @@ impl<D: Kernels> Engine<D> {
     /// ended another rank.
     pub fn evaluate(&mut self, batches: &mut impl Batches) -> Result<Evaluated> {
         let targets = self.read_micro_batches(batches)?;
-        Ok(Evaluated { loss: self.evaluate_read(targets)?, targets })
+        Ok(Evaluated { loss: self.evaluate_read(targets)?, targets: targets.targets })
     }
 
-    /// Mean loss of the micro-batches that were read last, over their `targets` counted targets; 0 if there are none.
+    /// Weighted mean of the loss of the micro-batches that were read last, over their counted `targets`; 0 if there are none.
     ///
     /// # Errors
     /// Errors of the device; the failure that ended another rank.
-    pub(crate) fn evaluate_read(&mut self, targets: usize) -> Result<f64> {
-        if targets == 0 {
+    pub(crate) fn evaluate_read(&mut self, targets: CountedTargets) -> Result<f64> {
+        if targets.units == 0 {
             return Ok(0.0);
         }
         let micro_steps = self.plan.micro_batches_of_rank();
-        self.lead(Order::Evaluate, [targets as u64, micro_steps as u64, 0, 0, 0, 0])?;
-        let evaluated = self.run_evaluation(targets, micro_steps, &[]);
+        self.lead(Order::Evaluate, [targets.units, micro_steps as u64, 0, 0, 0, 0])?;
+        let evaluated = self.run_evaluation(targets.units, micro_steps, &[]);
         self.named(evaluated)?;
         self.await_done()?;
         Ok(self.exchange.losses())
     }
 
-    /// Runs this rank's part of the first `micro_steps` micro-batches of an evaluation. Copies the logits that follow the tokens at
+    /// Runs this rank's part of the first `micro_steps` micro-batches of an evaluation, whose targets have `weight_units` in all. Copies the logits that follow the tokens at
     /// `places` of its first micro-batch to host memory.
-    pub(super) fn run_evaluation(&mut self, targets: usize, micro_steps: usize, places: &[usize]) -> Result<()> {
+    pub(super) fn run_evaluation(&mut self, weight_units: u64, micro_steps: usize, places: &[usize]) -> Result<()> {
         self.driver_state.set_activity(DriverActivity::Enqueuing, 0);
         let per_partial_sum = self.plan.micro_batches_per_partial_sum();
         for micro_step in 0..micro_steps {
             let head_rows = self.upload_inputs(micro_step)?;
             self.forward_modules(micro_step == 0)?;
             self.wait_for_params(Module::Head)?;
-            let (first, inv_targets) = (micro_step % per_partial_sum == 0, 1.0 / targets as f32);
-            let micro = MicroStep { first, inv_targets, loss_scale: 1.0, balance: 0.0, head_rows };
+            let (first, inv_weight) = (micro_step % per_partial_sum == 0, inverse_of_units(weight_units));
+            let micro = MicroStep { first, inv_weight, loss_scale: 1.0, balance: 0.0, head_rows };
             let places = if micro_step == 0 { places } else { &[] };
             self.with_weights(Module::Head, Pass::Forward, |engine| {
                 engine.model.head(&mut engine.dev, micro, false)?;

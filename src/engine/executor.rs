@@ -41,13 +41,13 @@ use std::sync::Arc;
 /// The data of a step, read and checked.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StepData {
-    /// Counted targets over all micro-batches.
-    pub(super) targets: usize,
+    /// Sum of the weights of all counted targets, in units of 1/4096.
+    pub(super) weight_units: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub struct StepReport {
-    /// Mean loss over the step's counted targets, before the update.
+    /// Weighted mean of the loss over the step's counted targets, before the update.
     pub loss: f32,
     /// Gradient norm before clipping.
     pub grad_norm: Norm,

@@ -2,7 +2,7 @@
 
 use super::executor::Engine;
 use super::protocol::order::Order;
-use crate::data::rows::batch::Batches;
+use crate::data::rows::batch::{Batches, CountedTargets};
 use crate::device::{Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -15,10 +15,10 @@ impl<D: Kernels> Engine<D> {
     /// # Errors
     /// As [`Engine::evaluate`].
     pub(crate) fn next_logits(&mut self, batches: &mut impl Batches, places: &[usize], out: &mut Vec<f32>) -> Result<()> {
-        let targets = self.read_micro_batches(batches)?;
+        let CountedTargets { units, .. } = self.read_micro_batches(batches)?;
         self.reserve(places.len())?;
-        self.lead(Order::Evaluate, [targets as u64, 1, 0, 0, 0, 0])?;
-        let evaluated = self.run_evaluation(targets, 1, places);
+        self.lead(Order::Evaluate, [units, 1, 0, 0, 0, 0])?;
+        let evaluated = self.run_evaluation(units, 1, places);
         self.named(evaluated)?;
         self.await_done()?;
         self.read_logits(places.len(), out);

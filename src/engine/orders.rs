@@ -163,13 +163,13 @@ impl<D: Kernels + Peers> Engine<D> {
             Order::Step => {
                 self.take_batches();
                 self.set_max_grad_norm(f64::from_bits(words[2]));
-                self.run_step(f64::from_bits(words[0]), StepData { targets: words[1] as usize }).map(|_| ())
+                self.run_step(f64::from_bits(words[0]), StepData { weight_units: words[1] }).map(|_| ())
             }
             Order::Flush => self.flush(),
             Order::Evaluate => {
                 self.take_batches();
                 let micro_steps = words[1].min(self.plan.micro_batches_of_rank() as u64) as usize;
-                self.run_evaluation(words[0] as usize, micro_steps, &[])
+                self.run_evaluation(words[0], micro_steps, &[])
             }
             Order::Finish => {
                 let tracks = self.end_threads()?;

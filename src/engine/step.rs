@@ -9,7 +9,8 @@ use super::protocol::route::Hop;
 use super::protocol::verdict::Verdict;
 use super::ranks::exchange::Exchange;
 use super::watch::driver_state::{DriverActivity, DriverEvent};
-use crate::data::rows::batch::{self, Batch, Batches};
+use crate::data::loss_weight::inverse_of_units;
+use crate::data::rows::batch::{self, Batch, Batches, CountedTargets};
 use crate::device::{Kernels, Stream, Zero};
 use crate::error::{Error, Result};
 use crate::faults::FaultPhase;
@@ -43,31 +44,32 @@ impl<D: Kernels> Engine<D> {
         self.run_step(learning_rate, data)
     }
 
-    /// Reads every micro-batch of the next step. Its counted targets must be known before the first micro-batch runs, because the loss is
-    /// their mean.
+    /// Reads every micro-batch of the next step. The weights of its targets must be known before the first micro-batch runs, because the loss
+    /// is a weighted mean.
     ///
     /// # Errors
     /// Errors of `batches`; `Resource` that names the step when a token, target, position or document is out of range, or when no target of
     /// the step counts. The engine is then in the state after the last step, which can be flushed and saved.
     pub(crate) fn read_data(&mut self, batches: &mut impl Batches) -> Result<StepData> {
         self.driver_state.record(DriverEvent::Step, self.steps.current());
-        match self.read_micro_batches(batches)? {
+        match self.read_micro_batches(batches)?.units {
             0 => Err(self.bad_data(format!("none of its {} targets is trained, so the step has no loss", self.plan.tokens_per_step()))),
-            targets => Ok(StepData { targets }),
+            weight_units => Ok(StepData { weight_units }),
         }
     }
 
-    /// Reads the micro-batches of a step; returns the number of counted targets.
-    pub(crate) fn read_micro_batches(&mut self, batches: &mut impl Batches) -> Result<usize> {
+    /// Reads the micro-batches of a step; returns the counted targets.
+    pub(crate) fn read_micro_batches(&mut self, batches: &mut impl Batches) -> Result<CountedTargets> {
         self.await_done()?;
         self.driver_state.set_activity(DriverActivity::Data, 0);
-        let targets: Result<usize> = (0..self.plan.recipe.step.micro_batches).map(|micro_batch| self.deal(micro_batch, batches)).sum();
+        let targets: Result<CountedTargets> =
+            (0..self.plan.recipe.step.micro_batches).map(|micro_batch| self.deal(micro_batch, batches)).sum();
         self.driver_state.set_activity(DriverActivity::Else, 0);
         targets
     }
 
     /// Reads micro-batch `micro_batch` of a step and passes it to the ranks that compute it; returns its counted targets.
-    fn deal(&mut self, micro_batch: usize, batches: &mut impl Batches) -> Result<usize> {
+    fn deal(&mut self, micro_batch: usize, batches: &mut impl Batches) -> Result<CountedTargets> {
         match self.exchange.place(micro_batch) {
             Some(place) if self.plan.recipe.step.sequence_ranks == 1 => self.read_batch(place, micro_batch, batches),
             _ => {
@@ -96,7 +98,7 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Reads micro-batch `micro_batch` into index `place` of this rank's memory; returns its counted targets.
-    pub(super) fn read_batch(&mut self, place: usize, micro_batch: usize, batches: &mut impl Batches) -> Result<usize> {
+    pub(super) fn read_batch(&mut self, place: usize, micro_batch: usize, batches: &mut impl Batches) -> Result<CountedTargets> {
         // No copy still reads this memory: the verdict of the last step followed its copies on the same stream.
         let memory = self.host.lend_mut(self.memory.batch(&self.plan, place));
         let targets = fill(&self.plan, self.model.shape.vocab, memory, batches)?;
@@ -109,7 +111,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Runs the step of the data that was read last.
     pub(crate) fn run_step(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
-        self.lead(Order::Step, [learning_rate.to_bits(), data.targets as u64, self.plan.recipe.max_grad_norm.to_bits(), 0, 0, 0])?;
+        self.lead(Order::Step, [learning_rate.to_bits(), data.weight_units, self.plan.recipe.max_grad_norm.to_bits(), 0, 0, 0])?;
         self.driver_state.set_activity(DriverActivity::Enqueuing, 0);
         let start = self.dev.now_ns();
         let stepped = self.pass_and_validate(learning_rate, data);
@@ -121,7 +123,7 @@ impl<D: Kernels> Engine<D> {
 
     fn pass_and_validate(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
         self.idle.reset();
-        let inv_targets = 1.0 / data.targets as f32;
+        let inv_weight = inverse_of_units(data.weight_units);
         // The loss is a mean over micro-batches, each of which balances its own experts.
         let balance = (self.plan.recipe.router_aux_loss_coef / self.plan.recipe.step.micro_batches as f64) as f32;
         let layers = self.model.shape.layers.len();
@@ -143,7 +145,7 @@ impl<D: Kernels> Engine<D> {
             if first && micro_step > 0 {
                 self.wait_for_sums(self.plan.placement.layout.count() - 1)?;
             }
-            let micro = MicroStep { first, inv_targets, loss_scale: self.steps.loss_scale().scale(), balance, head_rows };
+            let micro = MicroStep { first, inv_weight, loss_scale: self.steps.loss_scale().scale(), balance, head_rows };
             self.wait_for_ring(Module::Head, whole)?;
             self.with_weights(Module::Head, Pass::Backward, |engine| engine.model.head(&mut engine.dev, micro, true))?;
             self.grads_written(Module::Head, whole)?;
@@ -510,7 +512,7 @@ impl<D: Kernels> Engine<D> {
 }
 
 /// Fills `memory` with a micro-batch. Returns its counted targets, or a description of invalid data.
-fn fill(plan: &Plan, vocab: usize, memory: &mut [i32], batches: &mut impl Batches) -> Result<std::result::Result<usize, String>> {
+fn fill(plan: &Plan, vocab: usize, memory: &mut [i32], batches: &mut impl Batches) -> Result<std::result::Result<CountedTargets, String>> {
     let mut batch = Batch::new(memory, plan.recipe.step.seq_length, plan.recipe.separates_documents());
     batches.fill(&mut batch)?;
     Ok(batch.count_targets(vocab))

@@ -18,6 +18,7 @@ use super::family::{Family, FamilySpec, Missing, Multipliers, Rotates, ScaleRule
 use super::layer_shape::{Act, Attn, Ffn, Join, LayerShape, NormSpec};
 use super::shape::{DEMO_CONFIG, EmbedScale, ModelShape};
 use super::tensors::TensorTable;
+use crate::data::loss_weight::VOCAB_MAX;
 use crate::disk;
 use crate::error::{Error, Result};
 use keys::{INDEX_MAX, Keys, SIZE_MAX};
@@ -111,7 +112,7 @@ fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
     let layer = |((window, rope), mlp)| LayerShape { attn: Attn { window, rope, ..attn }, mlp, norm, pre_norm, join };
     Ok(ModelShape {
         family,
-        vocab: keys.count("vocab_size", INDEX_MAX)?,
+        vocab: keys.count("vocab_size", VOCAB_MAX)?,
         channels,
         max_positions: scaled_from.unwrap_or(max_positions),
         learned_positions: matches!(spec.rotates, Rotates::Never),

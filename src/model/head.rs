@@ -24,8 +24,8 @@ use std::ops::Range;
 pub(crate) struct MicroStep {
     /// Whether this is the first micro-step, which overwrites loss and gradients; later ones add.
     pub first: bool,
-    /// `1 / (number of targets with loss in the whole optimizer step)`: loss and gradients are means over these targets.
-    pub(crate) inv_targets: f32,
+    /// `1 / (sum of the weights of all targets in the whole optimizer step)`: loss and gradients are weighted means over these targets.
+    pub(crate) inv_weight: f32,
     /// Factor on all gradients, not on the loss (fp16).
     pub(crate) loss_scale: f32,
     /// Factor on the loss that balances experts, which affects gradients only; 0 means none.
@@ -129,7 +129,7 @@ impl Model {
             dev.launch(CrossEntropyStats { logits, targets, stats, vocab_start, cols, softcap, first: vocab_start == 0 })?;
         }
         let (loss, accumulate) = (self.activations.loss, !(micro.first && rows.first));
-        dev.launch(CrossEntropyLoss { stats, loss, scale: micro.inv_targets, accumulate })
+        dev.launch(CrossEntropyLoss { targets, stats, loss, scale: micro.inv_weight, accumulate })
     }
 
     fn loss_backward<D: Kernels>(&self, dev: &mut D, rows: Rows, micro: MicroStep) -> Result<()> {
@@ -138,7 +138,7 @@ impl Model {
                 true => self.logits_of(rows, &tile),
                 false => self.logits_tile(dev, rows, &tile)?,
             };
-            let (Rows { targets, stats, .. }, scale) = (rows, micro.inv_targets * micro.loss_scale);
+            let (Rows { targets, stats, .. }, scale) = (rows, micro.inv_weight * micro.loss_scale);
             let (vocab_start, cols, softcap) = (tile.start, tile.len(), self.shape.logit_softcap);
             dev.launch(CrossEntropyGrad { logits, targets, stats, vocab_start, cols, softcap, scale })?;
             self.tile_backward(dev, rows, logits, &tile, !(micro.first && rows.first))?;

@@ -9,7 +9,7 @@ use crate::device::{EventId, Kernels, Stream};
 use crate::error::Result;
 
 /// A micro-step that is a whole step.
-const ALONE: MicroStep = MicroStep { first: true, inv_targets: 1.0, loss_scale: 1.0, balance: 0.0, head_rows: None };
+const ALONE: MicroStep = MicroStep { first: true, inv_weight: 1.0, loss_scale: 1.0, balance: 0.0, head_rows: None };
 
 impl Model {
     /// Prepares the device for the attention of every layer. If the device loads kernels on first use, also runs a micro-batch of zeros

@@ -195,7 +195,7 @@ fn set_documents(batch: &mut Batch<'_>) {
 }
 
 fn whole(model: &Model) -> MicroStep {
-    MicroStep { first: true, inv_targets: 1.0 / model.activations.tokens.elems() as f32, loss_scale: 1.0, balance: 0.0, head_rows: None }
+    MicroStep { first: true, inv_weight: 1.0 / model.activations.tokens.elems() as f32, loss_scale: 1.0, balance: 0.0, head_rows: None }
 }
 
 /// Weights of norms near one, all other weights around zero; padding zero.
@@ -322,10 +322,10 @@ fn two_micro_steps_are_one_batch_of_twice_the_size() {
     for (name, shape) in shapes() {
         let (loss, grads) = Harness::new(&shape, 4, ONE_TILE).loss_and_grads();
         let mut half = Harness::new(&shape, 2, ONE_TILE);
-        let inv_targets = 1.0 / (4 * SEQ_LENGTH) as f32;
+        let inv_weight = 1.0 / (4 * SEQ_LENGTH) as f32;
         for (first, sequence) in [(true, 0), (false, 2)] {
             half.feed(sequence);
-            half.train(MicroStep { first, inv_targets, loss_scale: 1.0, balance: 0.0, head_rows: None });
+            half.train(MicroStep { first, inv_weight, loss_scale: 1.0, balance: 0.0, head_rows: None });
         }
         let (loss_slice, grads_slice) = (half.model.activations.loss, half.model.grads);
         assert!((half.download::<f32>(loss_slice)[0] - loss).abs() < 2e-6 * loss, "{name}");
@@ -387,8 +387,8 @@ fn a_head_of_trained_rows_changes_nothing_but_rounding() {
             for (first, sequence) in [(true, 0), (false, 4)] {
                 let selected = feed_few_targets(&mut harness, sequence);
                 assert_eq!(selected, (head_rows == HeadRows::Trained).then_some(16), "of 48 rows");
-                let inv_targets = 1.0 / 32.0;
-                harness.train(MicroStep { first, inv_targets, loss_scale: 1.0, balance: 0.0, head_rows: selected });
+                let inv_weight = 1.0 / 32.0;
+                harness.train(MicroStep { first, inv_weight, loss_scale: 1.0, balance: 0.0, head_rows: selected });
             }
             let (loss, grads) = (harness.model.activations.loss, harness.model.grads);
             (harness.download::<f32>(loss)[0], harness.download::<f32>(grads))
@@ -452,7 +452,7 @@ fn two_steps_in_tiles<E: Element>(
         harness.feed(sequence);
         harness.train(MicroStep {
             first: sequence % 2 == 0,
-            inv_targets: 1.0 / (2 * SEQ_LENGTH) as f32,
+            inv_weight: 1.0 / (2 * SEQ_LENGTH) as f32,
             loss_scale: 1.0,
             balance: 0.0,
             head_rows: None,

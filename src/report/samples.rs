@@ -3,7 +3,7 @@
 use super::html::{escape, escape_whole, last_name};
 use super::run_setup::RunSetup;
 use crate::config::settings::Settings;
-use crate::data::encode::marked_text::{ShownDocument, TextPiece};
+use crate::data::encode::marked_text::ShownDocument;
 use crate::data::encode::text_files::first_documents;
 use crate::data::read::files::find_files;
 use crate::error::{Error, Result};
@@ -82,12 +82,14 @@ fn draw(document: &ShownDocument, row_tokens: Option<u64>) -> String {
     let tokens = document.tokens.map_or("the beginning".into(), |tokens| format!("{tokens} tokens"));
     let is_longer = document.tokens.zip(row_tokens).is_some_and(|(tokens, row)| tokens as u64 > row);
     let longer = if is_longer { ", more than a row has" } else { "" };
-    let untrained = if document.pieces.iter().any(|piece| piece.trained) { "" } else { "; nothing of it is trained: it was left out" };
+    let untrained =
+        if document.pieces.iter().any(|piece| piece.weight.is_trained()) { "" } else { "; nothing of it is trained: it was left out" };
     let title = escape(format!("{}{place}: {tokens}{longer}{untrained}", last_name(&document.file)));
-    let text = document.pieces.iter().fold(String::new(), |mut all, TextPiece { text, trained }| {
-        let text = escape_whole(text);
+    let text = document.pieces.iter().fold(String::new(), |mut all, piece| {
+        let text = escape_whole(&piece.text);
+        let weight = piece.shown_weight().map_or(String::new(), |weight| format!(" title=\"weight {weight}\""));
         // Writing to a string cannot fail.
-        let _ = if *trained { write!(all, "<mark>{text}</mark>") } else { write!(all, "{text}") };
+        let _ = if piece.weight.is_trained() { write!(all, "<mark{weight}>{text}</mark>") } else { write!(all, "{text}") };
         all
     });
     format!("<figure><figcaption>{title}</figcaption><pre class=\"sample\" tabindex=\"0\">\n{text}</pre></figure>\n")

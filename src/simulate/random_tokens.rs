@@ -252,7 +252,7 @@ mod tests {
             RandomTokens::new(3, 50).drawn_as(&RandomData { documents: Some("10-20".parse().unwrap()), ..RandomData::default() });
         let mut batch = Batch::new(&mut memory, 100, true);
         tokens.fill(&mut batch).unwrap();
-        assert_eq!(batch.count_targets(50), Ok(300));
+        assert_eq!(batch.count_targets(50).map(|counted| counted.targets), Ok(300));
         let (starts, positions) = (batch.documents.as_deref().unwrap(), &batch.positions);
         assert!((0..300).all(|at| starts[at] + positions[at] == at as i32 % 100));
         let begins = |at: &usize| positions[*at] == 0;

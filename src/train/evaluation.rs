@@ -222,7 +222,7 @@ mod tests {
             let mut memory = vec![7; arrays(false) * 2 * 3];
             let mut batch = Batch::new(&mut memory, 3, false);
             once.fill(&mut batch).unwrap();
-            counted += batch.count_targets(100).unwrap();
+            counted += batch.count_targets(100).unwrap().targets;
             firsts.extend(batch.tokens.chunks(3).map(|row| row[0]));
         }
         assert_eq!((firsts, counted), (vec![0, 3, 6, 9, 12, 0], 15));

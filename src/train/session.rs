@@ -21,6 +21,7 @@ use crate::checkpoint::engine_state;
 use crate::config::settings::Settings;
 use crate::data::dataset::Dataset;
 use crate::data::loader::{DataPosition, Loader};
+use crate::data::rows::batch::CountedTargets;
 use crate::device::Kernels;
 use crate::engine::executor::{Engine, StepReport};
 use crate::engine::protocol::coordinator::Counts;
@@ -295,20 +296,21 @@ impl<D: Kernels> Session<D> {
     fn evaluate(&mut self, stop: &StopFlag, observer: &mut dyn Observer) -> Result<()> {
         let Some(evaluation) = &self.evaluation else { return Ok(()) };
         self.progress.begin();
-        let (start, mut all, mut loss_sum, mut tokens) = (Instant::now(), evaluation.sequences(), 0.0, 0);
+        let (start, mut all, mut loss_sum, mut counted) = (Instant::now(), evaluation.sequences(), 0.0, CountedTargets::default());
         while !all.is_over() {
             if stop.is_set() {
                 return Ok(());
             }
             let targets = self.engine.read_micro_batches(&mut all)?;
             let loss = self.engine.evaluate_read(targets).inspect_err(|_| self.is_sound = false)?;
-            loss_sum += loss * targets as f64;
-            tokens += targets as u64;
+            loss_sum += loss * targets.weight();
+            counted = counted + targets;
         }
-        let eval_loss = loss_sum / tokens.max(1) as f64;
+        let eval_loss = loss_sum / counted.weight().max(f64::MIN_POSITIVE);
         let eval_perplexity = eval_loss.exp();
         let eval_seconds = start.elapsed().as_secs_f64();
-        let metrics = EvalMetrics { step: self.engine.train_step(), eval_loss, eval_perplexity, eval_tokens: tokens, eval_seconds };
+        let (step, eval_tokens) = (self.engine.train_step(), counted.targets as u64);
+        let metrics = EvalMetrics { step, eval_loss, eval_perplexity, eval_tokens, eval_seconds };
         self.evaluated = Some(metrics);
         self.progress.record(metrics.step, eval_loss, self.totals.steps == 0 && metrics.step > 0);
         self.last_step_end = Some(Instant::now());

@@ -1,12 +1,13 @@
 """Writes the golden values of tests/parity.rs: tiny random models of every family, trained for ten steps by PyTorch.
 
-Made with torch 2.15.0, transformers 5.23.0 (ministral3, glm4_moe, dots1, qwen2_moe: 5.24.0) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
+Made with torch 2.15.0, transformers 5.23.0 (ministral3, glm4_moe, dots1, qwen2_moe, qwen3_weighted: 5.24.0) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
 
     python generate.py [FAMILY...]
 
 Each family gets a Hugging Face directory (config.json and model.safetensors, for mistral in two shards with an index) and
 golden.safetensors:
     tokens, targets     int32 [steps, batch, sequence]
+    weights             float32 [steps, batch, sequence], of the targets, in weighted families
     logits              float32 [batch, sequence, vocabulary], before the first step
     loss, grad_norm     float64 [steps], at the start of each step; the norm before clipping
     final.NAME          float32, each parameter after the last step
@@ -159,6 +160,9 @@ FAMILIES = {
 }
 
 
+# Multiples of 1/4096, some of them 0 and 1, weigh the targets of these families.
+WEIGHTED = {"qwen3_weighted"}
+FAMILIES["qwen3_weighted"] = FAMILIES["qwen3"]
 # The factor on the loss that balances experts.
 BALANCE = {"qwen3_moe_balanced": 2.0}
 
@@ -235,7 +239,12 @@ def saved(model):
         return load_file(pathlib.Path(directory) / "model.safetensors")
 
 
-def train(model, tokens, targets, balance):
+def weighted_mean(logits, targets, weights):
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.long().flatten(), reduction="none")
+    return (weights.flatten() * losses).sum() / weights.sum()
+
+
+def train(model, tokens, targets, weights, balance):
     """With the loss that balances experts, times this factor, in the gradients but not in the losses."""
     watch_routers(model)
     optimizer = torch.optim.AdamW(decay_groups(model), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=EPSILON, foreach=False)
@@ -244,7 +253,10 @@ def train(model, tokens, targets, balance):
         output = model(input_ids=tokens[step].long(), **(dict(output_router_logits=True) if balance else {}))
         logits = output.logits
         first_logits = logits.detach().clone() if first_logits is None else first_logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[step].long().flatten())
+        if weights is None:
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[step].long().flatten())
+        else:
+            loss = weighted_mean(logits, targets[step], weights[step])
         optimizer.zero_grad()
         aux = output.aux_loss if balance else 0.0
         (loss + balance * aux).backward()
@@ -267,11 +279,17 @@ def generate(family, root):
     save(model, family, directory)
     text = torch.randint(0, 64, (STEPS, BATCH, SEQUENCE + 1), generator=generator, dtype=torch.int32)
     tokens, targets = text[..., :-1].contiguous(), text[..., 1:].contiguous()
+    weights = None
+    if family in WEIGHTED:
+        units = torch.randint(-1024, 4097 + 1024, targets.shape, generator=generator)
+        weights = units.clamp(0, 4096).float() / 4096
     # The saved directory is what gets trained: it must hold everything.
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
     balance = BALANCE.get(family, 0.0)
-    logits, losses, norms = train(model, tokens, targets, balance)
+    logits, losses, norms = train(model, tokens, targets, weights, balance)
     golden = dict(tokens=tokens, targets=targets, logits=logits)
+    if weights is not None:
+        golden["weights"] = weights
     golden |= dict(loss=torch.tensor(losses, dtype=torch.float64), grad_norm=torch.tensor(norms, dtype=torch.float64))
     if balance:
         golden["balance"] = torch.tensor([balance], dtype=torch.float64)

@@ -49,14 +49,35 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// Targets, most of them in the tile, including its edges, and some ignored ones.
+/// Targets, most of them in the tile, including its edges, some with weights and some ignored ones.
 fn targets(random: &mut Random, tile: Tile) -> Vec<i32> {
     let Tile { rows, cols, start, vocab } = tile;
     let edges = [start, start + cols - 1, (start + cols).min(vocab - 1), start.saturating_sub(1)];
     let mut target = |row: usize| {
         edges.get(row).copied().unwrap_or_else(|| if row.is_multiple_of(4) { random.below(vocab) } else { start + random.below(cols) })
     };
-    (0..rows).map(|row| if row % 8 == 2 { [-1, i32::MIN][row / 8 % 2] } else { target(row) as i32 }).collect()
+    (0..rows)
+        .map(|row| match row % 8 {
+            2 => [-1, i32::MIN][row / 8 % 2],
+            3 | 6 => lacking(target(row) as i32, 1 + 97 * row as i32 % 4095),
+            _ => target(row) as i32,
+        })
+        .collect()
+}
+
+/// The target `id` with so many units less than the weight 1, which has 4096.
+fn lacking(id: i32, units: i32) -> i32 {
+    id | units << 19
+}
+
+/// The token of a target.
+fn id(word: i32) -> i32 {
+    word & ((1 << 19) - 1)
+}
+
+/// The weight of a target.
+fn weight(word: i32) -> f64 {
+    if word < 0 { 0.0 } else { f64::from(4096 - (word >> 19)) / 4096.0 }
 }
 
 /// The largest logit and the target's logit are exact. An exponential is within 2 ulp (the CPU 1.1, the GPU 2). The rounding of its
@@ -88,7 +109,7 @@ fn stats(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, softc
             };
             let old = if first { (0.0, 0.0) } else { term(old_max, old_sum) };
             let (sum, error) = logits.iter().map(|&x| term(x, 1.0)).fold(old, |(a, b), (c, d)| (a + c, b + d));
-            let target = usize::try_from(targets[row]).ok().and_then(|t| t.checked_sub(start)).filter(|&col| col < cols);
+            let target = (id(targets[row]) as usize).checked_sub(start).filter(|&col| col < cols);
             let near = |x: f64| Near { want: x, error: bent(x) };
             let target = target.map_or(Near::exact(old_target), |col| near(logits[col]));
             want.extend([near(max), Near { want: sum, error }, target]);
@@ -128,26 +149,29 @@ fn grad(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, softca
     Ok(0.0)
 }
 
-/// Summed in f64, whose errors are negligible relative to the one rounding to fp32: three roundings of `2^-53` per row, and two for the
+/// Summed in f64, whose errors are negligible relative to the one rounding to fp32: four roundings of `2^-53` per row, and two for the
 /// result.
 fn loss(bench: &mut Bench, random: &mut Random, rows: usize) -> Outcome {
     let stats: Vec<f32> =
         (0..rows).flat_map(|_| [random.scaled(FP32, 1, 9.0)[0], 1e3 * random.positive(1)[0], random.uniform(FP32, 1)[0]]).collect();
     let scale = 1.0 / rows as f32;
-    let terms = wide(&stats).as_chunks::<3>().0.iter().map(|[max, sum, target]| max + sum.ln() - target).collect::<Vec<_>>();
+    let targets: Vec<i32> = (0..rows as i32).map(|row| if row % 3 == 1 { lacking(5, 1 + 31 * row % 4095) } else { 5 }).collect();
+    let term = |([max, sum, target], word): (&[f64; 3], &i32)| weight(*word) * (max + sum.ln() - target);
+    let terms = wide(&stats).as_chunks::<3>().0.iter().zip(&targets).map(term).collect::<Vec<_>>();
     for before in [None, Some([2.5f32])] {
         let old = before.map_or(0.0, |before| f64::from(before[0]));
         let want = old + f64::from(scale) * terms.iter().sum::<f64>();
         let size = old.abs() + f64::from(scale) * terms.iter().map(|t| t.abs()).sum::<f64>();
-        let near = Near { want, error: size * (3.0 * rows as f64 + 2.0) / (1u64 << 53) as f64 };
+        let near = Near { want, error: size * (4.0 * rows as f64 + 2.0) / (1u64 << 53) as f64 };
         let mut case = Case::default();
-        let stats = case.input("stats", FP32, &stats);
+        let (targets, stats) = (case.ints("targets", &targets), case.input("stats", FP32, &stats));
         let loss = match before {
             None => case.output("loss", FP32, 1, Want::Near(vec![near])),
             Some(before) => case.updated("loss", FP32, &before, Want::Near(vec![near])),
         };
         case.check(bench, &|dev, at| {
-            dev.launch(CrossEntropyLoss { stats: at[stats], loss: at[loss], scale, accumulate: before.is_some() })
+            let (targets, stats, loss) = (at[targets], at[stats], at[loss]);
+            dev.launch(CrossEntropyLoss { targets, stats, loss, scale, accumulate: before.is_some() })
         })?;
     }
     Ok(0.0)

@@ -39,7 +39,7 @@ use NameVerdict::{Refused, Remarked};
 const MEDIA: &str = "only text is trained, and a placeholder in the text is trained as text";
 const PREFERENCE: &str = "preference training is not available here";
 const NOT_AN_ANSWER: &str = "messages of this role are not trained: answers have the role assistant";
-const WEIGHTS: &str = "all records have the same weight here; leave out records that should not be trained";
+const WEIGHTS: &str = "records have no weight here; give their answers the key `weight`, or their ids the column `weights`";
 const BOUNDARIES: &str = "the ids of a record are one document here; give each document a record of its own";
 
 const fn name(place: NamePlace, name: &'static str, verdict: NameVerdict, source: &'static str, means: &'static str) -> ForeignName {
@@ -68,6 +68,7 @@ const NAMES: &[ForeignName] = &[
     name(Column, "weight", Remarked, "record weights", WEIGHTS),
     name(Column, "sample_weight", Remarked, "record weights", WEIGHTS),
     name(Column, "loss_weight", Remarked, "record weights", WEIGHTS),
+    name(Column, "weights", Remarked, "this program", "weights of tokens are only read beside `input_ids`"),
     name(Column, "position_ids", Remarked, "TRL, axolotl", BOUNDARIES),
     name(Column, "seq_lengths", Remarked, "TRL", BOUNDARIES),
     name(Key, "function_call", Refused, "OpenAI", "the key `tool_calls` holds a list of calls, each as {\"type\": \"function\", \"function\": CALL}"),

@@ -1,5 +1,6 @@
 //! Token ids that come as data, and which of them are trained.
 
+use crate::data::loss_weight::VOCAB_MAX;
 use serde_json::Value;
 
 /// Columns beside `input_ids` in which 1 stands for a trained token, and 0 for one that is not trained.
@@ -45,7 +46,8 @@ pub(super) fn marked(ids: &IdColumn<'_>, labels: Option<&IdColumn<'_>>, masks: &
     let labels_of = |labels: &IdColumn<'_>| labels.numbers(numbers.len());
     let labelled = labels.map_or_else(|| Ok(numbers.clone()), labels_of)?;
     let token = |(at, (&id, &label)): (usize, (&i64, &i64))| match u32::try_from(id) {
-        Ok(id) if id < 1 << 31 && (label == i64::from(id) || label == IGNORED) => Ok((id, label != IGNORED)),
+        Ok(id) if id as usize >= VOCAB_MAX => Err(format!("token {at} has id {id}: ids are below {VOCAB_MAX}")),
+        Ok(id) if (label == i64::from(id) || label == IGNORED) => Ok((id, label != IGNORED)),
         _ => Err(format!("token {at} has id {id} and label {label}: a label must be the id, or {IGNORED}")),
     };
     let mut tokens: Vec<(u32, bool)> = numbers.iter().zip(&labelled).enumerate().map(token).collect::<Result<_, _>>()?;

@@ -6,10 +6,12 @@
 //! Where a later turn changes how an earlier one is written (reasoning that is left out afterwards), the earlier one becomes a sample of
 //! its own: that is the text that a model sees when it answers.
 
+use super::choices;
 use super::marks;
 use super::sample::{ChatSample, ChatSamples, TrainedSpan};
 use super::span::{TurnSpans, common_prefix};
 use super::template::{ChatTemplate, Renderings};
+use crate::data::loss_weight::LossWeight;
 use serde_json::{Map, Value};
 
 /// Values of `--train-on`: the tokens that contribute to the loss.
@@ -51,7 +53,8 @@ impl Conversation {
         let whole = renderings.whole()?;
         let answers = self.answers();
         let mut trained = self.trained(&answers, train_on);
-        if train_on == TrainOn::All && trained.len() == self.messages.len() {
+        let is_whole = trained.iter().all(|&turn| self.weight(turn) == LossWeight::WHOLE);
+        if train_on == TrainOn::All && trained.len() == self.messages.len() && is_whole {
             return Ok(ChatSamples { samples: vec![ChatSample::trained_from(0, whole.text)], ..ChatSamples::default() });
         }
         if template.has_marks() && train_on != TrainOn::All {
@@ -78,8 +81,11 @@ impl Conversation {
             }
             TrainOn::Last => answers.last().copied().into_iter().collect(),
         };
-        let is_excluded = |message: &Value| message["train"] == false || message["weight"].as_f64() == Some(0.0);
-        requested.into_iter().filter(|&turn| !is_excluded(&self.messages[turn])).collect()
+        requested.into_iter().filter(|&turn| self.weight(turn).is_trained()).collect()
+    }
+
+    fn weight(&self, turn: usize) -> LossWeight {
+        choices::weight(&self.messages[turn])
     }
 
     fn by_common_prefix(
@@ -97,7 +103,7 @@ impl Conversation {
         };
         for &turn in trained {
             let until = renderings.render(turn + 1, false)?.text;
-            let span = spans.span(renderings, turn, &until)?;
+            let span = TrainedSpan { weight: self.weight(turn), ..spans.span(renderings, turn, &until)? };
             loses_reasoning |= self.loses_reasoning(turn, &until);
             if span.range.is_empty() {
                 continue;

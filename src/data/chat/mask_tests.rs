@@ -1,7 +1,8 @@
 //! Which messages are trained, and where each begins and ends.
 
 use super::mask::TrainOn;
-use super::tests::{PLAIN, trained, turn};
+use super::sample::{ChatSample, TrainedSpan};
+use super::tests::{PLAIN, samples, trained, turn};
 use serde_json::{Value, json};
 
 /// A template of reasoning: the last message alone has it.
@@ -134,7 +135,7 @@ fn marks_are_obeyed_exactly_however_many_there_are() {
     assert!(trained(&between, TrainOn::Auto, &in_a_row).unwrap_err().contains("cannot be matched to them"));
     let around_two = "{% generation %}{% for m in messages[1:] %}{{ m.content }}{% endfor %}{% endgeneration %}";
     let refused = trained(&format!("x{around_two}"), TrainOn::Auto, &all_but_last).unwrap_err();
-    assert!(refused.starts_with("some answers are not trained, and the {% generation %} spans"), "{refused}");
+    assert!(refused.starts_with("answers differ in their weights, and the {% generation %} spans"), "{refused}");
     let none =
         "{% for m in messages %}{% if m.role == 'nobody' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}x";
     assert!(trained(none, TrainOn::Auto, &chat(&turns)).unwrap().is_empty());
@@ -147,4 +148,33 @@ fn characters_that_mark_messages_are_refused_where_they_matter() {
     assert_eq!(trained(MARKS, TrainOn::Auto, &odd).unwrap(), [["yes", ";", "no", ";"]]);
     let refused = trained(MARKS, TrainOn::Last, &odd).unwrap_err();
     assert!(refused.contains("message 0 holds a private character"), "{refused}");
+}
+
+/// Text of all spans with their weights.
+fn all_weighted(template: &str, train_on: TrainOn, record: &Value) -> String {
+    let samples = samples(template, train_on, record).unwrap();
+    let span = |sample: &ChatSample, span: &TrainedSpan| format!("{}*{}", &sample.text[span.range.clone()], span.weight.value());
+    samples.iter().flat_map(|sample| sample.trained.iter().map(|of| span(sample, of))).collect::<Vec<_>>().join("|")
+}
+
+#[test]
+fn a_message_is_trained_with_its_weight() {
+    let weighted = |weight: f64, content: &str| {
+        let mut message = turn("assistant", content);
+        message["weight"] = weight.into();
+        message
+    };
+    let ask = || turn("user", "ask");
+    let record = chat(&[ask(), weighted(0.25, "half"), ask(), weighted(0.0, "none"), ask(), turn("assistant", "good")]);
+    assert_eq!(all_weighted(PLAIN, TrainOn::Auto, &record), "half;*0.25|good;*1");
+    assert_eq!(all_weighted(MARKS, TrainOn::Auto, &record), "half*0.25|;*0.25|good*1|;*1");
+    assert_eq!(all_weighted(PLAIN, TrainOn::Last, &record), "good;*1");
+    let all = chat(&[ask(), weighted(0.25, "half")]);
+    assert_eq!(all_weighted(PLAIN, TrainOn::All, &all), "<user>ask;*1|half;*0.25");
+    let equal = chat(&[ask(), weighted(0.25, "one"), ask(), weighted(0.25, "two")]);
+    assert_eq!(all_weighted(MARKS, TrainOn::Auto, &equal), "one*0.25|;*0.25|two*0.25|;*0.25");
+    let joined = "{% for m in messages %}{% if m.role != 'assistant' %}<{{ m.role }}>{{ m.content }};{% endif %}{% endfor %}{% generation %}\
+        {% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }};{% endif %}{% endfor %}{% endgeneration %}";
+    let refused = samples(joined, TrainOn::Auto, &record).unwrap_err();
+    assert!(refused.starts_with("answers differ in their weights, and the {% generation %} spans"), "{refused}");
 }

@@ -1,5 +1,6 @@
 //! A message with normalised keys: a role, and its content as one text.
 
+use super::token_weights::ROUNDED;
 use super::{choices, foreign_names, integers, parts, tool_calls};
 use serde_json::{Map, Value, json};
 
@@ -20,6 +21,7 @@ pub(super) fn read(message: &Value, takes_parts: impl Fn(&str) -> bool) -> Resul
     let mut message = normal(without_nulls(message))?;
     let mut remarks = foreign_names::of_message(&message)?;
     let mark = choices::resolve(&mut message)?;
+    remarks.extend(choices::is_rounded(&message).then(|| ROUNDED.to_string()));
     remarks.extend(mark.filter(|_| message["role"] != "assistant").map(|mark| {
         format!(
             "`{mark}` of a message of role {} is not read: messages of role assistant are trained, or all messages with --train-on all",

@@ -26,6 +26,7 @@ pub(crate) mod sample;
 mod span;
 mod template;
 mod template_variables;
+mod token_weights;
 mod tool_calls;
 
 use self::date::Day;

@@ -6,13 +6,15 @@ use super::message::{self, ReadMessage};
 use super::parts::PartRoles;
 use super::sample::{ChatSample, ChatSamples};
 use super::template::ChatTemplate;
+use super::token_weights::{self, ROUNDED, WEIGHTS};
 use super::{foreign_names, integers, lost, non_finite, template_variables, tool_calls};
+use crate::data::loss_weight::LossWeight;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 /// The version of the rules by which records and text become tokens and masks. Version 1 kept no number.
-pub(crate) const RULES_VERSION: u32 = 2;
+pub(crate) const RULES_VERSION: u32 = 3;
 
 /// Values of `--data-format`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
@@ -28,7 +30,7 @@ pub enum DataFormat {
     PromptCompletion,
     /// `instruction` and `output`, `input` and `system` beside.
     Alpaca,
-    /// `input_ids`, `labels` or masks beside.
+    /// `input_ids`, `labels`, masks or `weights` beside.
     InputIds,
 }
 
@@ -99,8 +101,8 @@ pub(in crate::data) enum Content {
     Rendered(ChatSamples),
     /// A prompt and its completion; the end of text belongs to the completion.
     Completed(ChatSample),
-    /// Ids, each with whether it is trained.
-    Ids(Vec<(u32, bool)>),
+    /// Ids with their weights.
+    Ids(Vec<(u32, LossWeight)>),
 }
 
 /// A record that was read.
@@ -149,7 +151,7 @@ impl RecordRules {
 
     /// Whether the data's column `name` decides which tokens a record becomes.
     fn decides(&self, name: &str) -> bool {
-        let beside = ["tools", "system", "input", "history", "labels", "chat_template_kwargs"].iter().chain(&ids::MASKS);
+        let beside = ["tools", "system", "input", "history", "labels", WEIGHTS, "chat_template_kwargs"].iter().chain(&ids::MASKS);
         let known = || DataFormat::COLUMNS.iter().flat_map(|(_, columns)| columns.iter()).chain(beside).any(|column| *column == name);
         self.columns.values().any(|foreign_name| foreign_name == name) || known()
     }
@@ -179,7 +181,7 @@ impl RecordRules {
             }
             DataFormat::InputIds => {
                 self.allow(&[TrainOn::All], format)?;
-                record.ids().map(Content::Ids)?
+                record.ids(&mut remarks).map(Content::Ids)?
             }
             DataFormat::PromptCompletion if record.columns["prompt"].is_string() => {
                 self.allow(&[TrainOn::All, TrainOn::Completion], format)?;
@@ -277,7 +279,7 @@ impl ReadRecord<'_> {
 
     /// Sentences about columns that are not read. Of text none decides anything.
     fn remarks(&self, format: DataFormat) -> Result<BTreeSet<String>, String> {
-        let is_read = |name: &str| name == "history" && format == DataFormat::Alpaca;
+        let is_read = |name: &str| [("history", DataFormat::Alpaca), (WEIGHTS, DataFormat::InputIds)].contains(&(name, format));
         let remarks = if format == DataFormat::Text { vec![] } else { foreign_names::of_columns(&self.columns, is_read)? };
         Ok(remarks.into_iter().collect())
     }
@@ -355,12 +357,17 @@ impl ReadRecord<'_> {
         Ok(variables)
     }
 
-    /// The token ids, with labels and masks beside them.
-    fn ids(&self) -> Result<Vec<(u32, bool)>, String> {
+    /// The token ids, with labels, masks and weights beside them.
+    fn ids(&self, remarks: &mut BTreeSet<String>) -> Result<Vec<(u32, LossWeight)>, String> {
         let column = |name| IdColumn { name: self.their_name(name), value: &self.columns[name] };
         let masks: Vec<_> = ids::MASKS.into_iter().filter(|name| self.has(name)).map(column).collect();
         let labels = self.has("labels").then(|| column("labels"));
-        ids::marked(&column("input_ids"), labels.as_ref(), &masks)
+        let marked = ids::marked(&column("input_ids"), labels.as_ref(), &masks)?;
+        let weights = self.has(WEIGHTS).then(|| token_weights::read(&column(WEIGHTS), marked.len())).transpose()?;
+        remarks.extend(weights.as_ref().is_some_and(|weights| weights.are_rounded).then(|| ROUNDED.to_string()));
+        let weight = |at: usize| weights.as_ref().map_or(LossWeight::WHOLE, |weights| weights.weights[at]);
+        let weighted = |(at, (id, is_trained))| (id, if is_trained { weight(at) } else { LossWeight::NONE });
+        Ok(marked.into_iter().enumerate().map(weighted).collect())
     }
 }
 

@@ -281,3 +281,28 @@ fn numbers_of_python_pass_in_columns_that_are_not_read() {
     assert_eq!(text(r#"{"text": "a", "score": NaN, "b": }"#), Err("expected value (column 24)".into()));
     assert_eq!(rules.detect(r#"{"score": NaN, "text": "a"}"#), Ok(DataFormat::Text));
 }
+
+#[test]
+fn weights_of_ids_count_where_labels_and_masks_train_a_token() {
+    let of = |record: &Value| {
+        let line = record.to_string();
+        let ReadContent { content, remarks } = RecordRules::default().read_with_remarks(DataFormat::InputIds, &line)?;
+        let Content::Ids(ids) = content else { panic!("{content:?}") };
+        Ok::<_, String>((ids.into_iter().map(|(id, weight)| (id, weight.value())).collect::<Vec<_>>(), remarks.len()))
+    };
+    let record = json!({"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8], "weights": [0.5, 0.25, 1, 0]});
+    assert_eq!(of(&record).unwrap(), (vec![(5, 0.0), (6, 0.25), (7, 1.0), (8, 0.0)], 0));
+    let rounded = json!({"input_ids": [5, 6], "loss_mask": [1, 0], "weights": [0.3, 1]});
+    assert_eq!(of(&rounded).unwrap(), (vec![(5, 1229.0 / 4096.0), (6, 0.0)], 1));
+    let large = json!({"input_ids": [5, 1 << 19]});
+    assert_eq!(of(&large).unwrap_err(), "token 1 has id 524288: ids are below 524288");
+}
+
+#[test]
+fn weights_beside_anything_but_ids_are_a_remark_and_a_rounded_weight_of_a_message_is_one() {
+    let mut record = chat(&json!({"role": "assistant", "content": "b", "weight": 0.1}));
+    record["weights"] = json!([1]);
+    let remarks = remarks(PLAIN, &record);
+    assert!(remarks.contains("a weight is rounded to the nearest multiple of 1/4096"), "{remarks}");
+    assert!(remarks.contains("column `weights`") && remarks.contains("only read beside `input_ids`"), "{remarks}");
+}

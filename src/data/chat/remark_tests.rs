@@ -2,9 +2,10 @@
 
 use super::tests::{golden, shipped, tokenizer, turn};
 use crate::data::context::Preparation;
-use crate::data::encode::documents::{DocumentsInMemory, UNTRAINED};
+use crate::data::encode::documents::DocumentsInMemory;
 use crate::data::encode::text_files::tokenize;
 use crate::data::encode::tokenizer_handle::Tokenizer;
+use crate::data::loss_weight::UNTRAINED;
 use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use serde_json::{Value, json};

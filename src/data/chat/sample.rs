@@ -1,5 +1,6 @@
 //! Samples of a conversation: text, and which spans of it are trained.
 
+use crate::data::loss_weight::LossWeight;
 use std::ops::Range;
 
 /// Text, and its spans that are trained, in order.
@@ -25,6 +26,8 @@ pub(in crate::data) struct TrainedSpan {
     pub(in crate::data) ending: String,
     /// Whether it is an answer that no template marks: then its end is trained, too.
     pub(in crate::data) is_answer: bool,
+    /// Weight of its tokens.
+    pub(in crate::data) weight: LossWeight,
 }
 
 /// The samples that are made of a record's conversation.
@@ -39,7 +42,7 @@ pub(in crate::data) struct ChatSamples {
 
 impl From<Range<usize>> for TrainedSpan {
     fn from(range: Range<usize>) -> Self {
-        Self { range, prompt: None, ending: String::new(), is_answer: false }
+        Self { range, prompt: None, ending: String::new(), is_answer: false, weight: LossWeight::WHOLE }
     }
 }
 

@@ -6,10 +6,10 @@ use super::record::{Content, DataFormat, RecordRules};
 use super::sample::ChatSample;
 use super::template::ChatTemplate;
 use crate::data::context::Preparation;
-use crate::data::encode::documents::UNTRAINED;
 use crate::data::encode::text_files;
 use crate::data::encode::text_work::{Done, TextWork};
 use crate::data::encode::tokenizer_handle::Tokenizer;
+use crate::data::loss_weight::UNTRAINED;
 use crate::data::tokenizer::AddBos;
 use crate::error::Error;
 use crate::model_dir::ModelDir;
@@ -121,17 +121,19 @@ fn ids_and_masks_are_those_of_trl() {
     assert!(few.len() == 10 && whole.len() > 30);
 }
 
-/// The trained texts of each sample.
-pub(super) fn trained(template_source: &str, train_on: TrainOn, record: &Value) -> Result<Vec<Vec<String>>, String> {
+pub(super) fn samples(template_source: &str, train_on: TrainOn, record: &Value) -> Result<Vec<ChatSample>, String> {
     let rules = rules(template_source, train_on);
     let record = record.to_string();
     match rules.read(rules.detect(&record)?, &record)? {
-        Content::Rendered(chat) => {
-            let texts = |sample: &ChatSample| sample.trained.iter().map(|span| sample.text[span.range.clone()].to_string()).collect();
-            Ok(chat.samples.iter().map(texts).collect())
-        }
+        Content::Rendered(chat) => Ok(chat.samples),
         other => panic!("{other:?}"),
     }
+}
+
+/// The trained texts of each sample.
+pub(super) fn trained(template_source: &str, train_on: TrainOn, record: &Value) -> Result<Vec<Vec<String>>, String> {
+    let texts = |sample: &ChatSample| sample.trained.iter().map(|span| sample.text[span.range.clone()].to_string()).collect();
+    Ok(samples(template_source, train_on, record)?.iter().map(texts).collect())
 }
 
 pub(super) const PLAIN: &str =
@@ -307,7 +309,7 @@ fn an_answer_is_trained_from_its_first_token_on() {
         let shown =
             tokenizer.run(&[TextWork::ShownRecord(DataFormat::Messages, &record)], &StopFlag::default(), |_, cause| Error::usage(cause));
         let Done::Shown(documents) = shown.unwrap().remove(0) else { panic!("{record}") };
-        let own = documents[0].1.iter().filter(|piece| piece.trained).map(|piece| piece.text.as_str());
+        let own = documents[0].1.iter().filter(|piece| piece.weight.is_trained()).map(|piece| piece.text.as_str());
         assert_eq!(own.collect::<String>(), format!("{answer}<｜end▁of▁sentence｜>"));
     }
 }

@@ -1,11 +1,11 @@
 //! Documents one after another, a separator between them, every id checked.
 //!
-//! A token is its id; one that is not trained has [`UNTRAINED`] set, too, so that a mask is wherever its tokens are.
+//! A token is a word of its id and its weight ([`crate::data::loss_weight`]), so that a weight is wherever its token is.
 
-pub(in crate::data) use super::boundary_tokens::UNTRAINED;
 use super::boundary_tokens::missing_begin;
 use super::diagnostics::{RecordRemarks, Remarks};
 use super::media_token::{MediaToken, find};
+use crate::data::loss_weight::id_of;
 pub(in crate::data) use crate::data::read::position::{DocumentPosition, place_word};
 use crate::error::Result;
 
@@ -166,13 +166,9 @@ impl<S: Sink> Documents<S> {
     /// # Errors
     /// `Format` that names place, token and id when one is outside the vocabulary, or stands for other input than text; the sink's.
     pub(in crate::data) fn append(&mut self, ids: &[u32], place: &DocumentPosition) -> Result<()> {
-        if let Some(idx) = ids.iter().position(|&token| (token & !UNTRAINED) as usize >= self.vocab_size) {
+        if let Some(idx) = ids.iter().position(|&token| id_of(token) as usize >= self.vocab_size) {
             let nth = self.tokens_of_document + idx as u64;
-            return Err(place.error(format_args!(
-                "token {nth} has id {}, outside the vocabulary of {}",
-                ids[idx] & !UNTRAINED,
-                self.vocab_size
-            )));
+            return Err(place.error(format_args!("token {nth} has id {}, outside the vocabulary of {}", id_of(ids[idx]), self.vocab_size)));
         }
         self.expect_text(ids, place)?;
         self.tokens_of_document += ids.len() as u64;
@@ -187,7 +183,7 @@ impl<S: Sink> Documents<S> {
         if self.media.is_empty() {
             return Ok(());
         }
-        let found = ids.iter().zip(self.tokens_of_document..).find_map(|(id, nth)| Some((find(&self.media, id & !UNTRAINED)?, nth)));
+        let found = ids.iter().zip(self.tokens_of_document..).find_map(|(id, nth)| Some((find(&self.media, id_of(*id))?, nth)));
         found.map_or(Ok(()), |(token, nth)| Err(place.error(format_args!("token {nth} {}", token.refusal()))))
     }
 
@@ -240,7 +236,7 @@ impl<S: Sink> Documents<S> {
     fn write(&mut self, ids: &[u32]) -> Result<()> {
         self.tokens += ids.len() as u64;
         self.untrained += ids.iter().map(|token| u64::from(token >> 31)).sum::<u64>();
-        self.largest = ids.iter().map(|token| token & !UNTRAINED).fold(self.largest, u32::max);
+        self.largest = ids.iter().map(|token| id_of(*token)).fold(self.largest, u32::max);
         self.sink.append(ids)
     }
 }
@@ -248,6 +244,7 @@ impl<S: Sink> Documents<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::loss_weight::UNTRAINED;
     use std::path::Path;
 
     #[test]

@@ -1,12 +1,12 @@
-//! The samples of a record: their tokens and masks.
+//! The samples of a record: their tokens and weights.
 
 use super::boundary_tokens::{missing_begin, missing_end};
 use super::diagnostics::{RecordRemarks, RecordSamples};
-use super::documents::UNTRAINED;
 use super::marked_text::TextPiece;
 use super::token_spans::{MaskedTokens, has_end, masked};
 use crate::data::chat::record::Content;
 use crate::data::chat::sample::{ChatSample, ChatSamples};
+use crate::data::loss_weight::LossWeight;
 use crate::data::tokenizer::{LocalTokenizer, Token, floor_boundary};
 use crate::error::Result;
 
@@ -15,7 +15,7 @@ use crate::error::Result;
 /// # Errors
 /// The tokenizer's.
 pub(in crate::data) fn trained_samples(content: Content, tokenizer: &LocalTokenizer) -> Result<RecordSamples> {
-    let is_trained = |sample: &Vec<u32>| sample.iter().skip(1).any(|token| token & UNTRAINED == 0);
+    let is_trained = |sample: &Vec<u32>| sample.iter().skip(1).any(|token| LossWeight::of(*token).is_trained());
     let mut found = samples(content, tokenizer)?;
     found.samples.retain(is_trained);
     Ok(found)
@@ -23,7 +23,6 @@ pub(in crate::data) fn trained_samples(content: Content, tokenizer: &LocalTokeni
 
 /// The tokens of a record's samples. The first token of a sample is nobody's target, whether it is trained or not.
 fn samples(content: Content, tokenizer: &LocalTokenizer) -> Result<RecordSamples> {
-    let marked = |id: u32, is_trained: bool| if is_trained { id } else { id | UNTRAINED };
     let document = |sample: Vec<u32>| RecordSamples { samples: vec![sample], ..RecordSamples::default() };
     match content {
         Content::Rendered(chat) => rendered(&chat, tokenizer),
@@ -33,13 +32,13 @@ fn samples(content: Content, tokenizer: &LocalTokenizer) -> Result<RecordSamples
             Ok(RecordSamples { remarks: RecordRemarks { crossing, ..found.remarks }, ..found })
         }
         Content::Text(text) => Ok(document(whole(&tokenizer.encode(&text)?, tokenizer))),
-        Content::Ids(ids) => Ok(document(ids.into_iter().map(|(id, is_trained)| marked(id, is_trained)).collect())),
+        Content::Ids(ids) => Ok(document(ids.into_iter().map(|(id, weight)| weight.word(id)).collect())),
     }
 }
 
 /// A document of `tokens` with the begin and the end of text that it lacks.
 fn whole(tokens: &[u32], tokenizer: &LocalTokenizer) -> Vec<u32> {
-    let begin = missing_begin(tokens, tokenizer.begin_of_text()).iter().map(|id| id | UNTRAINED);
+    let begin = missing_begin(tokens, tokenizer.begin_of_text()).iter().map(|id| LossWeight::NONE.word(*id));
     begin.chain(tokens.iter().copied()).chain(missing_end(tokens, tokenizer.end_of_text())).collect()
 }
 
@@ -57,9 +56,9 @@ fn rendered(chat: &ChatSamples, tokenizer: &LocalTokenizer) -> Result<RecordSamp
     Ok(found)
 }
 
-/// Ids as the data has them.
-fn ids(tokens: &[(Token, bool)]) -> impl Iterator<Item = u32> {
-    tokens.iter().map(|(token, is_trained)| if *is_trained { token.id } else { token.id | UNTRAINED })
+/// Words as the data has them.
+fn ids(tokens: &[(Token, LossWeight)]) -> impl Iterator<Item = u32> {
+    tokens.iter().map(|(token, weight)| weight.word(token.id))
 }
 
 /// The samples of a record in text: for each the number of its tokens, and which text is trained.
@@ -67,19 +66,19 @@ fn ids(tokens: &[(Token, bool)]) -> impl Iterator<Item = u32> {
 /// # Errors
 /// The tokenizer's.
 pub(in crate::data) fn shown(content: Content, tokenizer: &LocalTokenizer) -> Result<Vec<(usize, Vec<TextPiece>)>> {
-    let named = |id: u32, trained| TextPiece { text: tokenizer.name_of(id), trained };
+    let named = |id: u32, weight| TextPiece { text: tokenizer.name_of(id), weight };
     let around = |sample: &ChatSample| {
         let (tokens, pieces) = text_pieces(sample, tokenizer)?;
         let ids: Vec<u32> = ids(&masked(sample, tokenizer)?.tokens).collect();
         let (begin, end) = (missing_begin(&ids, tokenizer.begin_of_text()), missing_end(&ids, tokenizer.end_of_text()));
-        let all = begin.iter().map(|id| named(*id, false)).chain(pieces).chain(end.map(|id| named(id, true)));
+        let all = begin.iter().map(|id| named(*id, LossWeight::NONE)).chain(pieces).chain(end.map(|id| named(id, LossWeight::WHOLE)));
         Ok((tokens + begin.len() + usize::from(end.is_some()), all.collect()))
     };
     match content {
         Content::Rendered(chat) => chat.samples.iter().map(|sample| text_pieces(sample, tokenizer)).collect(),
         Content::Completed(sample) => Ok(vec![around(&sample)?]),
         Content::Text(text) => Ok(vec![around(&ChatSample::trained_from(0, text))?]),
-        Content::Ids(ids) => Ok(vec![(ids.len(), ids.into_iter().map(|(id, is_trained)| named(id, is_trained)).collect())]),
+        Content::Ids(ids) => Ok(vec![(ids.len(), ids.into_iter().map(|(id, weight)| named(id, weight)).collect())]),
     }
 }
 
@@ -87,11 +86,11 @@ pub(in crate::data) fn shown(content: Content, tokenizer: &LocalTokenizer) -> Re
 fn text_pieces(sample: &ChatSample, tokenizer: &LocalTokenizer) -> Result<(usize, Vec<TextPiece>)> {
     let (MaskedTokens { tokens, .. }, text, mut done) = (masked(sample, tokenizer)?, &sample.text, 0);
     let mut pieces = Vec::with_capacity(tokens.len());
-    for (Token { id, start, end }, trained) in &tokens {
+    for (Token { id, start, end }, weight) in &tokens {
         let is_appended = *start as usize == text.len();
         let end = floor_boundary(text, *end as usize).max(done);
         let text = if is_appended { tokenizer.name_of(*id) } else { text[done..end].into() };
-        pieces.push(TextPiece { text, trained: *trained });
+        pieces.push(TextPiece { text, weight: *weight });
         done = end;
     }
     Ok((tokens.len(), pieces))

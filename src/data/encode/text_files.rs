@@ -471,7 +471,7 @@ mod tests {
 
     #[test]
     fn masks_come_with_tokens_and_compressed_files_are_read() {
-        use crate::data::encode::documents::UNTRAINED;
+        use crate::data::loss_weight::UNTRAINED;
         use flate2::{Compression, write::GzEncoder};
         use std::io::Write;
         let gz = |bytes: &[u8]| {

@@ -6,6 +6,7 @@ use super::local_encoder::LocalEncoder;
 use super::marked_text::TextPiece;
 use super::samples::{shown, trained_samples};
 use crate::data::chat::record::{Content, DataFormat, ReadContent};
+use crate::data::loss_weight::LossWeight;
 use crate::data::sandbox::codec::{MessageReader, MessageWriter};
 use crate::data::sandbox::{Service, work_on};
 use crate::data::tokenizer::Token;
@@ -179,8 +180,8 @@ fn put(writer: &mut MessageWriter, done: Result<Done, String>) {
 fn put_document(writer: &mut MessageWriter, (tokens, pieces): &(usize, Vec<TextPiece>)) {
     writer.number(*tokens);
     writer.number(pieces.len());
-    for TextPiece { text, trained } in pieces {
-        writer.number((*trained).into());
+    for TextPiece { text, weight } in pieces {
+        writer.number(weight.units() as usize);
         writer.text(text);
     }
 }
@@ -203,7 +204,8 @@ pub(in crate::data) fn answered(answer: &[u8], count: usize) -> Option<Result<Ve
 fn take(parts: &mut MessageReader<'_>) -> Option<Result<Done, String>> {
     let document = |parts: &mut MessageReader<'_>| {
         let tokens = parts.number()?;
-        let piece = |parts: &mut MessageReader<'_>| Some(TextPiece { trained: parts.number()? != 0, text: parts.text()?.into() });
+        let piece =
+            |parts: &mut MessageReader<'_>| Some(TextPiece { weight: LossWeight::of_units(parts.number()?)?, text: parts.text()?.into() });
         Some((tokens, parts.list(piece)?))
     };
     Some(Ok(match parts.number()? {
@@ -235,7 +237,7 @@ mod tests {
         assert_eq!(format!("{back:?}"), format!("{works:?}"));
         assert!((0..message.len()).all(|cut| MessageReader::of(&message[..cut]).list(requested).is_none()));
 
-        let piece = |trained| TextPiece { text: "é".into(), trained };
+        let piece = |weight| TextPiece { text: "é".into(), weight: LossWeight::nearest(weight).unwrap() };
         let done = || {
             [
                 Done::Ids(vec![1, 2]),
@@ -250,7 +252,7 @@ mod tests {
                         sentences: vec!["é".into(), "b".into()],
                     },
                 }),
-                Done::Shown(vec![(3, vec![piece(true), piece(false)])]),
+                Done::Shown(vec![(3, vec![piece(1.0), piece(0.25), piece(0.0)])]),
             ]
         };
         let mut writer = MessageWriter::default();

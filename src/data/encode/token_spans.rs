@@ -4,15 +4,16 @@
 //! those of the prompt alone differ, as TRL has it: a token that begins in the prompt and ends in the answer is trained.
 
 use crate::data::chat::sample::{ChatSample, TrainedSpan};
+use crate::data::loss_weight::LossWeight;
 use crate::data::tokenizer::{LocalTokenizer, Token, floor_boundary};
 use crate::error::Result;
 
 /// Text before the end of a prompt, and after it, that decides which tokens are there.
 const CONTEXT: usize = 64;
 
-/// The tokens of a sample's text, each with whether it is trained.
+/// The tokens of a sample's text with their weights.
 pub(in crate::data) struct MaskedTokens {
-    pub(in crate::data) tokens: Vec<(Token, bool)>,
+    pub(in crate::data) tokens: Vec<(Token, LossWeight)>,
     /// How many tokens begin in a prompt and end in an answer.
     pub(in crate::data) crossing: usize,
 }
@@ -23,17 +24,17 @@ pub(in crate::data) struct MaskedTokens {
 /// The tokenizer's.
 pub(in crate::data) fn masked(sample: &ChatSample, tokenizer: &LocalTokenizer) -> Result<MaskedTokens> {
     let tokens = tokenizer.encode_part(&sample.text)?;
-    let mut masked = MaskedTokens { tokens: tokens.iter().map(|token| (*token, false)).collect(), crossing: 0 };
+    let mut masked = MaskedTokens { tokens: tokens.iter().map(|token| (*token, LossWeight::NONE)).collect(), crossing: 0 };
     let placed = PlacedText { text: &sample.text, tokens: &tokens, tokenizer };
     for span in &sample.trained {
         let (begin, end) = (placed.begin(span)?, placed.end(span)?);
         let is_crossed = span.prompt.as_ref().is_some_and(String::is_empty);
         masked.crossing += usize::from(is_crossed && tokens.get(begin).is_some_and(|token| (token.start as usize) < span.range.start));
-        for (_, is_trained) in &mut masked.tokens[begin.min(end)..end] {
-            *is_trained = true;
+        for (_, weight) in &mut masked.tokens[begin.min(end)..end] {
+            *weight = span.weight.max(*weight);
         }
         if span.is_answer {
-            placed.train_end(&mut masked.tokens, end, sample.next.is_some());
+            placed.train_end(&mut masked.tokens, (end, span.weight), sample.next.is_some());
         }
     }
     placed.append_end(&mut masked.tokens, sample)?;
@@ -42,10 +43,10 @@ pub(in crate::data) fn masked(sample: &ChatSample, tokenizer: &LocalTokenizer) -
 
 /// Whether the last trained token of `sample` ends a turn, whitespace aside: whether it is an added one, and no part of an answer of a
 /// template whose answers end with nothing of their own.
-pub(in crate::data) fn has_end(sample: &ChatSample, tokens: &[(Token, bool)], tokenizer: &LocalTokenizer) -> bool {
+pub(in crate::data) fn has_end(sample: &ChatSample, tokens: &[(Token, LossWeight)], tokenizer: &LocalTokenizer) -> bool {
     let placed = PlacedText { text: &sample.text, tokens: &[], tokenizer };
     let is_part = |token: &Token| (token.start as usize) < sample.text.len() && token.end as usize == sample.text.len();
-    let last = tokens.iter().rfind(|(token, is_trained)| *is_trained && !placed.is_blank(token));
+    let last = tokens.iter().rfind(|(token, weight)| weight.is_trained() && !placed.is_blank(token));
     last.is_none_or(|(token, _)| tokenizer.is_added(token.id) && !(sample.next.is_some() && is_part(token)))
 }
 
@@ -103,29 +104,29 @@ impl PlacedText<'_> {
         self.text.get(token.start as usize..token.end as usize).is_some_and(|text| token.start < token.end && text.trim().is_empty())
     }
 
-    /// Trains the token at `end`, which follows an answer, where it ends the turn: some templates write no other end than the next role,
-    /// and `is_always` so.
-    fn train_end(&self, tokens: &mut [(Token, bool)], end: usize, is_always: bool) {
+    /// Trains the token at `end`, which follows an answer of this weight, where it ends the turn: some templates write no other end than the
+    /// next role, and `is_always` so.
+    fn train_end(&self, tokens: &mut [(Token, LossWeight)], (end, weight): (usize, LossWeight), is_always: bool) {
         if (is_always || self.is_open(&tokens[..end]))
-            && let Some((next, is_trained)) = tokens.get_mut(end)
+            && let Some((_, own)) = tokens.get_mut(end).filter(|(next, _)| self.tokenizer.is_added(next.id))
         {
-            *is_trained |= self.tokenizer.is_added(next.id);
+            *own = weight.max(*own);
         }
     }
 
     /// Appends the token that ends a last answer that has no other end: the first one of the text that would come next.
-    fn append_end(&self, tokens: &mut Vec<(Token, bool)>, sample: &ChatSample) -> Result<()> {
-        let is_trained = tokens.last().is_some_and(|(_, is_trained)| *is_trained);
-        let Some(next) = sample.next.as_ref().filter(|_| sample.hands_over && is_trained) else { return Ok(()) };
+    fn append_end(&self, tokens: &mut Vec<(Token, LossWeight)>, sample: &ChatSample) -> Result<()> {
+        let weight = tokens.last().map_or(LossWeight::NONE, |(_, weight)| *weight);
+        let Some(next) = sample.next.as_ref().filter(|_| sample.hands_over && weight.is_trained()) else { return Ok(()) };
         let end = self.text.len() as u32;
         let first = self.tokenizer.encode_part(next)?.first().filter(|token| self.tokenizer.is_added(token.id)).copied();
-        tokens.extend(first.map(|token| (Token { start: end, end, ..token }, true)));
+        tokens.extend(first.map(|token| (Token { start: end, end, ..token }, weight)));
         Ok(())
     }
 
     /// Whether `tokens` end with text that is trained, whitespace aside, and with no end of a turn.
-    fn is_open(&self, tokens: &[(Token, bool)]) -> bool {
-        tokens.last().is_some_and(|(_, is_trained)| *is_trained)
+    fn is_open(&self, tokens: &[(Token, LossWeight)]) -> bool {
+        tokens.last().is_some_and(|(_, weight)| weight.is_trained())
             && tokens.iter().rfind(|(token, _)| !self.is_blank(token)).is_some_and(|(token, _)| !self.tokenizer.is_added(token.id))
     }
 }

@@ -3,7 +3,7 @@
 //! | file | |
 //! |---|---|
 //! | `tokens.u32` | the ids of all documents, 32 bits each, little endian, separators between documents of text if the tokenizer has one; |
-//! | | the highest bit is set where the token is not trained |
+//! | | bits 19 to 31 hold the weight of the token, 0 for the weight 1: [`crate::data::loss_weight`] |
 //! | `ends.u64` | for each document the number of tokens up to its end, 64 bits each, little endian; a separator belongs to neither side; |
 //! | | the highest bit is set where the document is made of the same record as the one before |
 //! | `manifest.json` | [`FORMAT_VERSION`], sources and tokenizer, sizes, a CRC-32C for each mebibyte of the files, and one of itself |

@@ -9,8 +9,8 @@
 //! by the file's size, time and inode.
 
 use crate::data::context::Preparation;
-use crate::data::encode::documents::UNTRAINED;
 use crate::data::encode::media_token::{MediaToken, find};
+use crate::data::loss_weight::VOCAB_MAX;
 use crate::data::prepared::checked_files::{Check, CheckedFiles};
 use crate::data::prepared::parallel_scan::{BLOCK_BYTES, scan};
 use crate::disk::{self, InFile};
@@ -50,7 +50,7 @@ struct Sidecar {
 }
 
 impl TokenFile {
-    /// Opens the file and checks every id in it against `vocab_size`, which is at most 2^31, and against `media`, which it must not have,
+    /// Opens the file and checks every id in it against `vocab_size` and against `media`, which it must not have,
     /// unless `checked` knows the result.
     ///
     /// # Errors
@@ -81,10 +81,10 @@ impl TokenFile {
         Ok(opened)
     }
 
-    /// A file of 32-bit ids below `vocab_size`, [`UNTRAINED`] or not, that somebody else vouches for.
+    /// A file of 32-bit ids below `vocab_size` with their weights ([`crate::data::loss_weight`]), that somebody else vouches for.
     pub(in crate::data) fn trusted(file: InFile, vocab_size: usize) -> Self {
         let tokens = file.bytes() as usize / Width::U32 as usize;
-        Self { file, width: Width::U32, vocab_size, tokens, id_bits: !UNTRAINED, media: Vec::new() }
+        Self { file, width: Width::U32, vocab_size, tokens, id_bits: VOCAB_MAX as u32 - 1, media: Vec::new() }
     }
 
     /// How many tokens the file holds.
@@ -92,7 +92,7 @@ impl TokenFile {
         self.tokens
     }
 
-    /// Reads tokens `start..start + out.len()`; those that are not trained are negative.
+    /// Reads the words of tokens `start..start + out.len()`; those that are not trained are negative.
     ///
     /// # Errors
     /// `Io` when the file has become shorter, `Format` when it now holds an id outside the vocabulary.

@@ -1,7 +1,9 @@
 //! A micro-batch as the model reads it, and where micro-batches come from.
 
+use crate::data::loss_weight::{LossWeight, id_of, sum_of_units};
 use crate::error::Result;
-use std::ops::Range;
+use std::iter::Sum;
+use std::ops::{Add, Range};
 
 /// A micro-batch of T tokens in rows of `seq_length`, in memory that is filled in place.
 pub struct Batch<'a> {
@@ -9,7 +11,8 @@ pub struct Batch<'a> {
     pub seq_length: usize,
     /// Token ids `[T]`.
     pub tokens: &'a mut [i32],
-    /// The token that should follow each `[T]`. A negative one counts for nothing: it has no loss and no gradient.
+    /// The token that should follow each `[T]`, with its weight in the bits from 19 on: 0 for the weight 1, else `4096 - 4096 * weight`. A
+    /// negative one counts for nothing: it has no loss and no gradient.
     pub targets: &'a mut [i32],
     /// Each token's place in its document `[T]`, below `seq_length`.
     pub positions: &'a mut [i32],
@@ -24,6 +27,36 @@ pub(crate) struct BatchRow<'a> {
     pub(crate) targets: &'a mut [i32],
     pub(crate) positions: &'a mut [i32],
     pub(crate) documents: Option<&'a mut [i32]>,
+}
+
+/// The targets of some micro-batches that count.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct CountedTargets {
+    /// How many there are.
+    pub targets: usize,
+    /// The sum of their weights, in units of 1/4096: a whole number, so that it is the same in any order.
+    pub(crate) units: u64,
+}
+
+impl CountedTargets {
+    /// The sum of their weights, which is the number of targets where all weights are 1.
+    pub(crate) fn weight(self) -> f64 {
+        sum_of_units(self.units)
+    }
+}
+
+impl Add for CountedTargets {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self { targets: self.targets + other.targets, units: self.units + other.units }
+    }
+}
+
+impl Sum for CountedTargets {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), Add::add)
+    }
 }
 
 /// Arrays of T numbers that a batch consists of.
@@ -97,13 +130,23 @@ impl<'a> Batch<'a> {
     ///
     /// # Errors
     /// The first number that does, and where, in words.
-    pub(crate) fn count_targets(&self, vocab: usize) -> std::result::Result<usize, String> {
+    pub(crate) fn count_targets(&self, vocab: usize) -> std::result::Result<CountedTargets, String> {
         let (ids, columns) = (i32::try_from(vocab).unwrap_or(i32::MAX), i32::try_from(self.seq_length).unwrap_or(i32::MAX));
         self.check("token", self.tokens, 0..ids)?;
-        self.check("target", self.targets, i32::MIN..ids)?;
+        self.check_targets(ids)?;
         self.check("position", self.positions, 0..columns)?;
         self.documents.iter().try_for_each(|documents| self.check_documents(documents))?;
-        Ok(self.targets.iter().filter(|target| **target >= 0).count())
+        let counted = self.targets.iter().filter(|target| **target >= 0);
+        Ok(counted.map(|word| CountedTargets { targets: 1, units: LossWeight::of(*word as u32).units().into() }).sum())
+    }
+
+    fn check_targets(&self, ids: i32) -> std::result::Result<(), String> {
+        let is_outside = |word: &i32| *word >= 0 && id_of(*word as u32) as i32 >= ids;
+        if !self.targets.iter().fold(false, |outside, word| outside | is_outside(word)) {
+            return Ok(());
+        }
+        let at = self.targets.iter().position(is_outside).unwrap_or(0);
+        Err(format!("target {} in {} must be below {ids}", id_of(self.targets[at] as u32), self.place(at)))
     }
 
     fn check(&self, name: &str, values: &[i32], allowed: Range<i32>) -> std::result::Result<(), String> {
@@ -155,7 +198,7 @@ mod tests {
         let mut memory = vec![7; 4 * 6];
         let batch = Batch::new(&mut memory, 3, true);
         assert_eq!((&batch.positions[..], batch.documents.as_deref()), (&[0, 1, 2, 0, 1, 2][..], Some(&[0; 6][..])));
-        assert_eq!(batch.count_targets(8), Ok(6));
+        assert_eq!(batch.count_targets(8).map(|counted| counted.targets), Ok(6));
         assert!(Batch::new(&mut memory[..18], 3, false).documents.is_none());
     }
 
@@ -179,22 +222,34 @@ mod tests {
             let mut memory = vec![0; 4 * 6];
             let mut batch = Batch::new(&mut memory, 3, true);
             change(&mut batch);
-            batch.count_targets(5)
+            batch.count_targets(5).map(|counted| counted.targets)
         };
         assert_eq!(checked(|batch| batch.targets.copy_from_slice(&[4, -1, 0, -100, i32::MIN, 3])), Ok(3));
         let refused = |change, words: &str| assert_eq!(checked(change).unwrap_err(), words);
         refused(|batch| batch.tokens[4] = 5, "token 5 in row 1, column 1 must be below 5 and not negative");
         refused(|batch| batch.tokens[0] = -1, "token -1 in row 0, column 0 must be below 5 and not negative");
-        refused(|batch| batch.targets[2] = 5, "target 5 in row 0, column 2 must be below 5 and not negative");
+        refused(|batch| batch.targets[2] = 5, "target 5 in row 0, column 2 must be below 5");
         refused(|batch| batch.positions[3] = 3, "position 3 in row 1, column 0 must be below 3 and not negative");
         refused(|batch| batch.positions[3] = -1, "position -1 in row 1, column 0 must be below 3 and not negative");
+    }
+
+    #[test]
+    fn weights_of_targets_are_summed_and_a_target_outside_of_the_vocabulary_is_found_under_its_weight() {
+        let mut memory = vec![0; 3 * 6];
+        let batch = Batch::new(&mut memory, 3, false);
+        let quarter = |id| LossWeight::nearest(0.25).unwrap().word(id) as i32;
+        batch.targets.copy_from_slice(&[4, -1, quarter(4), quarter(0), -100, 3]);
+        let counted = batch.count_targets(5).unwrap();
+        assert_eq!((counted.targets, counted.units, counted.weight()), (4, 2 * 4096 + 2 * 1024, 2.5));
+        batch.targets[3] = quarter(5);
+        assert_eq!(batch.count_targets(5).unwrap_err(), "target 5 in row 1, column 0 must be below 5");
     }
 
     #[test]
     fn documents_begin_where_one_of_their_tokens_stands() {
         let checked = |starts: [i32; 6]| {
             let (mut memory, mut starts) = (vec![0; 4 * 6], starts);
-            Batch { documents: Some(&mut starts), ..Batch::new(&mut memory, 3, true) }.count_targets(5)
+            Batch { documents: Some(&mut starts), ..Batch::new(&mut memory, 3, true) }.count_targets(5).map(|counted| counted.targets)
         };
         for starts in [[0, 0, 0, 0, 0, 0], [0, 1, 2, 0, 0, 2], [0, 1, 1, 0, 1, 1]] {
             assert_eq!(checked(starts), Ok(6), "{starts:?}");

@@ -1,15 +1,13 @@
-//! Records that have a document in common, whichever of its tokens are trained in each.
+//! Records that have a document in common, whatever the weights of its tokens are in each.
 
 use super::bounds::{Bounds, RecordBounds};
 use super::token_stream::TokenStream;
 use crate::data::context::Preparation;
+use crate::data::loss_weight::id_of;
 use crate::error::Result;
 use sha2::{Digest, Sha256};
 use std::collections::HashSet;
 use std::ops::Range;
-
-/// The bits of a token that are its id; the highest bit is set if the token is trained.
-const ID_BITS: i32 = i32::MAX;
 
 /// Digest of a document's ids.
 type TextDigest = [u8; 32];
@@ -63,8 +61,8 @@ impl DuplicateText<'_> {
     fn digest(&self, tokens: Range<u64>) -> Result<TextDigest> {
         let mut digest = Sha256::new();
         self.stream.for_each_block(tokens, |block| {
-            let ids: Vec<i32> = block.iter().map(|token| token & ID_BITS).collect();
-            digest.update(bytemuck::cast_slice::<i32, u8>(&ids));
+            let ids: Vec<u32> = block.iter().map(|token| id_of(*token as u32)).collect();
+            digest.update(bytemuck::cast_slice::<u32, u8>(&ids));
         })?;
         Ok(digest.finalize().into())
     }

@@ -8,6 +8,7 @@ use super::bounds::Bounds;
 use super::duplicate_text::DuplicateText;
 use super::token_stream::TokenStream;
 use crate::data::context::Preparation;
+use crate::data::loss_weight::{UNTRAINED, id_of};
 use crate::error::{Error, Result};
 use crate::units::counted;
 use sha2::{Digest, Sha256};
@@ -227,9 +228,13 @@ impl SmallestDigests {
     }
 }
 
+/// Digest of the ids of a record, and of which tokens are trained; weights do not count.
 fn digest(stream: &TokenStream, seed: u64, tokens: Range<u64>) -> Result<u64> {
     let mut digest = Sha256::new_with_prefix(seed.to_le_bytes());
-    stream.for_each_block(tokens, |block| digest.update(bytemuck::cast_slice::<i32, u8>(block)))?;
+    stream.for_each_block(tokens, |block| {
+        let words: Vec<u32> = block.iter().map(|token| *token as u32 & UNTRAINED | id_of(*token as u32)).collect();
+        digest.update(bytemuck::cast_slice::<u32, u8>(&words));
+    })?;
     let bytes: [u8; 32] = digest.finalize().into();
     Ok(bytes.iter().take(size_of::<u64>()).fold(0, |number, byte| number << 8 | u64::from(*byte)))
 }
@@ -328,6 +333,22 @@ mod tests {
         assert_eq!((packed.1.documents(), cut.1.documents()), (8, 8));
         let other = split(&path, RowRules { packing: Packing::Off, ..RowRules::wrapped(64) }, "8", 8, None).unwrap();
         assert_ne!(documents(&other.1), documents(&packed.1), "the seed chooses");
+    }
+
+    #[test]
+    fn records_of_equal_ids_are_on_one_side_whatever_their_weights() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ids.jsonl");
+        let record = |id: usize, weight: f64| serde_json::json!({"input_ids": [id, 1, 2], "weights": [1.0, weight, 0.5]}).to_string();
+        let records: Vec<String> = (0..12).map(|nth| record(nth / 3, [1.0, 0.25, 0.75][nth % 3])).collect();
+        std::fs::write(&path, records.join("\n")).unwrap();
+        let rules = RowRules { packing: Packing::Off, ..RowRules::wrapped(4) };
+        for seed in 0..8 {
+            let (kept, held_out) = split(&path, rules, "1", seed, None).unwrap();
+            let first = |dataset: &Dataset| (0..dataset.sequences()).map(|row| dataset.read_tokens(row)[0]).collect::<Vec<_>>();
+            let (kept, held_out) = (first(&kept), first(&held_out));
+            assert!(held_out.len() == 3 && held_out.iter().all(|id| !kept.contains(id)), "seed {seed}: {kept:?}, {held_out:?}");
+        }
     }
 
     #[test]

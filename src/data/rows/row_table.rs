@@ -9,6 +9,7 @@ use super::bounds::{Bounds, DocumentBounds};
 use super::hold_out::Side;
 use super::token_stream::TokenStream;
 use crate::data::context::Preparation;
+use crate::data::loss_weight::id_of;
 use crate::error::{Error, Result};
 use crate::units::counted;
 use std::collections::BTreeMap;
@@ -322,7 +323,7 @@ impl RowTable {
         }
         begin(column, tokens.len());
         for token in &mut tokens[..column] {
-            *token &= i32::MAX;
+            *token = id_of(*token as u32) as i32;
         }
         for target in &mut targets[..column] {
             *target = (*target).max(NO_TARGET);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 /// Tokens that are read at once.
 const BLOCK_TOKENS: usize = 16 << 10;
 
-/// A stream of token ids, all below 2^31, and whether each is trained. Small text is in memory, all else is read where it lies.
+/// A stream of token ids, each with its weight ([`crate::data::loss_weight`]). Small text is in memory, all else is read where it lies.
 #[derive(Clone, Default)]
 pub struct TokenStream {
     parts: Vec<Part>,
@@ -79,7 +79,7 @@ impl TokenStream {
         Ok(())
     }
 
-    /// Reads tokens `start..start + out.len()` without allocating; those that are not trained have their sign bit set.
+    /// Reads tokens `start..start + out.len()` without allocating, as words with their weights.
     ///
     /// # Panics
     /// If the range reaches beyond the stream.

@@ -101,11 +101,6 @@ impl TokenizerModel {
         Self { path, tokenizer, byte_level, growth }
     }
 
-    /// One more than the largest id.
-    pub(super) fn vocab_size(&self) -> usize {
-        self.tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1)
-    }
-
     fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = Vec::with_capacity(text.len() / 3);
         let fast = |model: &ByteLevelBpe| model.encode(&self.tokenizer, text, |tokens, _| ids.extend(tokens.iter().map(|token| token.id)));

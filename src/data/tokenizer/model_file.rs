@@ -6,6 +6,7 @@ use super::growth::{self, Growth};
 use super::local::{LocalKind, TokenizerModel};
 use super::special::{AddBos, Special};
 use super::special_files::SpecialFiles;
+use crate::data::loss_weight::VOCAB_MAX;
 use crate::data::sandbox::{SandboxTask, guard};
 use crate::error::{Error, Result};
 use crate::model_dir::ModelDir;
@@ -36,8 +37,12 @@ pub(in crate::data) fn read_model(
     let special = Special::new(&files, &tokenizer, &added);
     let (end_of_text, begin_of_text) = (special.end_of_text(end_of_text)?, special.begin_of_text(add_bos, &post_processor)?);
     let end_token = end_of_text.and_then(|id| tokenizer.id_to_token(id));
+    let vocab_size = tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1);
+    if vocab_size > VOCAB_MAX {
+        return Err(refuse(format!("it has id {}: ids are below {VOCAB_MAX}", vocab_size - 1)));
+    }
     let model = TokenizerModel::new(path, tokenizer, growth);
-    let facts = Facts { vocab_size: model.vocab_size(), end_of_text, end_token, begin_of_text, added: added.identity() };
+    let facts = Facts { vocab_size, end_of_text, end_token, begin_of_text, added: added.identity() };
     Ok((LocalKind::Model(Box::new(model)), facts))
 }
 

@@ -109,7 +109,8 @@ mod tests {
         );
         let mixed = message(harness.0.launch(Gelu { x, out: tokens }));
         assert_eq!(mixed, "unsupported: gelu of two formats, x of float32 and out of int32");
-        let loss = CrossEntropyLoss { stats: x, loss: x.slice(2, 1), scale: 1.0, accumulate: false };
+        let targets = tokens.slice(0, 2);
+        let loss = CrossEntropyLoss { targets, stats: x, loss: x.slice(2, 1), scale: 1.0, accumulate: false };
         assert_eq!(message(harness.0.launch(loss)), "launch cross_entropy_loss: loss overlaps stats");
         assert_eq!(message(harness.0.launch(Poke { x: tokens, index: 0, value: 1.0 })), "unsupported: arithmetic on int32");
         assert_eq!(message(harness.0.launch(Poke { x, index: 6, value: 1.0 })), "launch poke: element 6 of 6");
@@ -256,7 +257,7 @@ mod tests {
         assert_eq!(harness.read::<f32>(product), [25.0, 31.0, 31.0, 50.0]);
         assert_eq!((harness.read::<f32>(x), harness.read::<i32>(tokens)), (vec![0.0; 4], vec![0, 0]));
         let stats = harness.floats(&[2.0, 1.0, -1.0]);
-        harness.0.launch(CrossEntropyLoss { stats, loss, scale: 2.0, accumulate: true }).unwrap();
+        harness.0.launch(CrossEntropyLoss { targets: tokens.slice(0, 1), stats, loss, scale: 2.0, accumulate: true }).unwrap();
         assert_eq!(harness.read::<f32>(loss), [7.0]);
     }
 

@@ -1,10 +1,10 @@
 //! Cross-entropy over the vocabulary, one tile of logits at a time.
 
-use crate::device::kernel::{Kernel, Operand, operands, rows};
+use crate::device::kernel::{Kernel, Operand, operands};
 use crate::device::slice::DeviceSlice;
 
 /// Softmax statistics of one tile of logits. A row with a negative target has no loss: its statistics are 0, 1 and 0, whatever the logits
-/// are.
+/// are. The word of any other target holds its token and its weight: [`crate::data::loss_weight`].
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropyStats {
     /// `[rows, cols]`
@@ -32,7 +32,7 @@ impl Kernel for CrossEntropyStats {
     }
 }
 
-/// Turns the tile into `(softmax - onehot(target)) * scale`, in place; rows with a negative target become zero.
+/// Turns the tile into `(softmax - onehot(target)) * (weight of the target * scale)`, in place; rows with a negative target become zero.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropyGrad {
     /// `[rows, cols]`
@@ -60,9 +60,11 @@ impl Kernel for CrossEntropyGrad {
     }
 }
 
-/// `loss[0] (+)= scale * sum over rows of (log-sum-exp - target's logit)`, summed in row order in fp64.
+/// `loss[0] (+)= scale * sum over rows of weight of the target * (log-sum-exp - target's logit)`, summed in row order in fp64.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropyLoss {
+    /// int32 `[rows]`
+    pub targets: DeviceSlice,
     /// fp32 `[rows, 3]`
     pub stats: DeviceSlice,
     /// fp32 `[1]`
@@ -77,6 +79,6 @@ impl Kernel for CrossEntropyLoss {
     const NAME: &'static str = "cross_entropy_loss";
 
     fn operands(&self) -> impl AsRef<[Operand]> {
-        operands![self; Read stats[rows(self.stats, 3) * 3] Float32; Write loss[1] Float32]
+        operands![self; Read targets[self.targets.elems()] Int32, Read stats[3 * self.targets.elems()] Float32; Write loss[1] Float32]
     }
 }

@@ -4,7 +4,7 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub(crate) enum Order {
-    /// Run the next step. Arguments: learning rate, counted targets, clipping threshold.
+    /// Run the next step. Arguments: learning rate, sum of the targets' weights, clipping threshold.
     Step,
     /// Write all decided updates into the state.
     Flush,
@@ -16,7 +16,7 @@ pub(crate) enum Order {
     Read,
     /// Compute working weights from the state.
     Send,
-    /// Compute the losses of micro-batches. Arguments: counted targets, micro-batches of a rank.
+    /// Compute the losses of micro-batches. Arguments: sum of the targets' weights, micro-batches of a rank.
     Evaluate,
     /// Restore counters from a checkpoint. Arguments: steps, optimizer steps, loss scale, good steps, verdicts.
     Resume,

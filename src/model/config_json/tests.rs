@@ -313,10 +313,10 @@ fn senseless_values_name_their_key() {
 
 #[test]
 fn the_largest_sizes_do_not_overflow() {
-    let huge = json!({"hidden_size": SIZE_MAX, "intermediate_size": SIZE_MAX, "num_hidden_layers": LAYERS_MAX, "vocab_size": INDEX_MAX,
+    let huge = json!({"hidden_size": SIZE_MAX, "intermediate_size": SIZE_MAX, "num_hidden_layers": LAYERS_MAX, "vocab_size": VOCAB_MAX,
         "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12, "head_dim": 1 << 12});
     assert!(error(with("LlamaForCausalLM", huge)).contains("parameters"));
-    let gpt2 = json!({"n_embd": SIZE_MAX, "n_inner": SIZE_MAX, "n_layer": LAYERS_MAX, "n_positions": INDEX_MAX, "vocab_size": INDEX_MAX});
+    let gpt2 = json!({"n_embd": SIZE_MAX, "n_inner": SIZE_MAX, "n_layer": LAYERS_MAX, "n_positions": INDEX_MAX, "vocab_size": VOCAB_MAX});
     assert!(error(with("GPT2LMHeadModel", gpt2)).contains("parameters"));
 }
 

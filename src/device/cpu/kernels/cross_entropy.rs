@@ -6,6 +6,7 @@ use super::isa::vectorised;
 use super::math::{exp, soft_capped};
 use super::reduce::{fold, max};
 use super::split::Chunks;
+use crate::data::loss_weight::{LossWeight, id_of};
 use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats};
 use crate::dtype::Element;
@@ -16,7 +17,7 @@ const BLOCK: usize = 16;
 /// One tile `[rows, cols]` of the logits and its position in the vocabulary.
 #[derive(Clone, Copy)]
 pub(crate) struct Tile<'a> {
-    /// Target token of each row; a negative value means that the row has no loss.
+    /// The word of each row's target; a negative one means that the row has no loss.
     pub(crate) targets: &'a [i32],
     /// Token of the first column.
     pub(crate) vocab_start: usize,
@@ -40,10 +41,14 @@ impl Tile<'_> {
         self.targets[row] >= 0
     }
 
+    fn weight(&self, row: usize) -> f32 {
+        LossWeight::of(self.targets[row] as u32).value()
+    }
+
     /// Column of the target of `row`, if the target lies in this tile.
     fn target(&self, row: usize) -> Option<usize> {
-        let token = usize::try_from(self.targets[row]).ok()?;
-        token.checked_sub(self.vocab_start).filter(|&col| col < self.cols)
+        let word = u32::try_from(self.targets[row]).ok()?;
+        (id_of(word) as usize).checked_sub(self.vocab_start).filter(|&col| col < self.cols)
     }
 }
 
@@ -90,7 +95,7 @@ pub(crate) fn grad<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &mut [T
                 logits.fill(T::from_f32(0.0));
                 continue;
             }
-            let [max, sum, _] = stats[row];
+            let ([max, sum, _], scale) = (stats[row], tile.weight(row) * scale);
             let target = tile.target(row).map(|col| {
                 let (logit, slope) = capped(logits[col].to_f32(), tile.softcap);
                 (col, (exp(logit - max) / sum - 1.0) * slope)
@@ -105,14 +110,15 @@ pub(crate) fn grad<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &mut [T
 
 impl CpuArithmetic for CrossEntropyLoss {
     fn run<T: Element>(self, _: &mut Compute, memory: &TaskMemory<'_>) {
-        loss(memory.read(self.stats), &mut memory.write(self.loss)[0], self.scale, self.accumulate);
+        loss(memory.read(self.targets), memory.read(self.stats), &mut memory.write(self.loss)[0], self.scale, self.accumulate);
     }
 }
 
 /// See [`CrossEntropyLoss`].
-pub(crate) fn loss(stats: &[f32], loss: &mut f32, scale: f32, accumulate: bool) {
+pub(crate) fn loss(targets: &[i32], stats: &[f32], loss: &mut f32, scale: f32, accumulate: bool) {
     let row = |[max, sum, target]: &[f32; 3]| f64::from(*max) + libm::log(f64::from(*sum)) - f64::from(*target);
-    let total: f64 = stats.as_chunks::<3>().0.iter().map(row).sum();
+    let weights = targets.iter().map(|word| f64::from(LossWeight::of(*word as u32).value()));
+    let total: f64 = weights.zip(stats.as_chunks::<3>().0).map(|(weight, stats)| weight * row(stats)).sum();
     let old = if accumulate { f64::from(*loss) } else { 0.0 };
     *loss = (old + f64::from(scale) * total) as f32;
 }
@@ -188,7 +194,7 @@ mod tests {
             }
         }
         let mut total = 0.0;
-        loss(&row_stats, &mut total, SCALE, false);
+        loss(targets, &row_stats, &mut total, SCALE, false);
         (row_stats, total, gradient)
     }
 
@@ -199,10 +205,11 @@ mod tests {
                 gradient.extend([0.0; VOCAB]);
                 continue;
             }
+            let (target, scale) = (id_of(target as u32) as usize, f64::from(SCALE * LossWeight::of(target as u32).value()));
             let sum: f64 = row.iter().map(|x| x.exp()).sum();
-            total += f64::from(SCALE) * (sum.ln() - row[target as usize]);
-            let hit = |col: usize| if col == target as usize { 1.0 } else { 0.0 };
-            gradient.extend(row.iter().enumerate().map(|(col, x)| f64::from(SCALE) * (x.exp() / sum - hit(col))));
+            total += scale * (sum.ln() - row[target]);
+            let hit = |col: usize| if col == target { 1.0 } else { 0.0 };
+            gradient.extend(row.iter().enumerate().map(|(col, x)| scale * (x.exp() / sum - hit(col))));
         }
         (total, gradient)
     }
@@ -264,10 +271,38 @@ mod tests {
     fn losses_accumulate_in_f64() {
         let stats = [0.0, 1.0, -3.0].repeat(5);
         let mut total = 1.0;
-        loss(&stats, &mut total, 0.5, true);
+        loss(&[7; 5], &stats, &mut total, 0.5, true);
         assert_eq!(total, 8.5);
-        loss(&stats, &mut total, 0.5, false);
+        loss(&[7; 5], &stats, &mut total, 0.5, false);
         assert_eq!(total, 7.5);
+    }
+
+    /// The targets with the weights 1/4096, 2/4096 and so on.
+    fn weighted(targets: &[i32]) -> Vec<i32> {
+        let weight = |row: usize| LossWeight::of_units(row + 1).unwrap();
+        targets.iter().enumerate().map(|(row, id)| weight(row).word(*id as u32) as i32).collect()
+    }
+
+    #[test]
+    fn rows_count_by_the_weights_of_their_targets() {
+        let (logits, targets) = inputs::<f32>();
+        let targets = weighted(&targets);
+        let (want_loss, want_gradient) = reference(&wide(&logits), &targets);
+        for tile_cols in [7, 50] {
+            let (_, loss, gradient) = run(&mut fastest(), &logits, &targets, tile_cols);
+            assert_close("loss", &[loss], &[want_loss], 1e-6);
+            let largest = want_gradient.iter().fold(0.0, |max: f64, x| max.max(x.abs()));
+            assert_close("gradient", &gradient, &want_gradient, 3e-7 * largest);
+        }
+    }
+
+    #[test]
+    fn rows_of_equal_weights_have_the_bits_of_rows_without_weights_and_a_smaller_scale() {
+        let (logits, targets) = inputs::<bf16>();
+        let quarter: Vec<i32> = targets.iter().map(|id| LossWeight::nearest(0.25).unwrap().word(*id as u32) as i32).collect();
+        let [whole, quarter] = [targets, quarter].map(|targets| run_capped(&mut fastest(), &logits, &targets, 20, Some(5.0)));
+        assert_eq!((bits(&whole.0), whole.1 * 0.25), (bits(&quarter.0), quarter.1));
+        assert!(whole.2.iter().zip(&quarter.2).all(|(whole, quarter)| whole.to_f32() * 0.25 == quarter.to_f32()));
     }
 
     #[test]

@@ -2,7 +2,6 @@
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
-use crate::device::kernel::rows;
 use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, Kernel, Stream};
 use crate::error::Result;
 
@@ -57,8 +56,8 @@ impl GpuKernel for CrossEntropyGrad {
 
 impl GpuKernel for CrossEntropyLoss {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
-        let Self { stats, loss, scale, accumulate } = self;
-        let args = args![stats, loss, size(rows(stats, 3))?, scale, accumulate];
+        let Self { targets, stats, loss, scale, accumulate } = self;
+        let args = args![targets, stats, loss, size(targets.elems())?, scale, accumulate];
         queue.launch(Stream::Compute, Self::NAME, None, LaunchConfig::new(1, LOSS_THREADS), args)
     }
 }

@@ -138,7 +138,8 @@ fn rows(list: &mut List, r: &mut TestMemory, rows: usize, cols: usize) -> Result
     CrossEntropyStats { logits, targets, stats, vocab_start: 17, cols, softcap: None, first: true }.enqueue(list)?;
     let (logits, targets, stats) = (r.x(n), r.i(rows), r.f(3 * rows));
     CrossEntropyGrad { logits, targets, stats, vocab_start: 18, cols, softcap: None, scale: 0.25 }.enqueue(list)?;
-    CrossEntropyLoss { stats: r.f(3 * rows), loss: r.f(1), scale: 0.5, accumulate: true }.enqueue(list)
+    let (targets, stats) = (r.i(rows), r.f(3 * rows));
+    CrossEntropyLoss { targets, stats, loss: r.f(1), scale: 0.5, accumulate: true }.enqueue(list)
 }
 
 fn scatter(list: &mut List, r: &mut TestMemory, rows: usize, channels: usize) -> Result<()> {
