@@ -126,6 +126,18 @@ fn bad_weights_are_refused_with_the_file_and_the_record() {
     }
 }
 
+#[cfg(feature = "parquet")]
+#[test]
+fn weights_of_a_table_are_those_of_lines_and_nan_is_refused() {
+    let workspace = Workspace::new();
+    let golden = |name: &str| format!("--data={}/tests/golden/parquet/{name}.parquet", env!("CARGO_MANIFEST_DIR"));
+    let line = |n: usize| json!({"input_ids": [n, n + 1, 7], "weights": [1.0, n as f64 / 64.0, 0.25]}).to_string();
+    let lines = workspace.write("lines.jsonl", (0..40).map(line).collect::<Vec<_>>().join("\n"));
+    let of = |data: &str| train(&workspace, "out", &[data, "--max-steps=3", BFD]).digest().to_string();
+    assert_eq!(of(&golden("weights")), of(&format!("--data={}", lines.display())));
+    train(&workspace, "out", &[&golden("nan"), BFD]).refused(1, &["nan.parquet: row 2: `weights` has null for token 1: "]);
+}
+
 #[test]
 fn weights_are_shown_and_rounding_is_a_warning() {
     let workspace = Workspace::new();

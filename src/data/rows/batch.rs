@@ -33,7 +33,7 @@ pub(crate) struct BatchRow<'a> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CountedTargets {
     /// How many there are.
-    pub targets: usize,
+    pub(crate) targets: usize,
     /// The sum of their weights, in units of 1/4096: a whole number, so that it is the same in any order.
     pub(crate) units: u64,
 }
@@ -140,8 +140,9 @@ impl<'a> Batch<'a> {
         Ok(counted.map(|word| CountedTargets { targets: 1, units: LossWeight::of(*word as u32).units().into() }).sum())
     }
 
+    /// The ids of targets that count are below `ids`, whatever their weights are.
     fn check_targets(&self, ids: i32) -> std::result::Result<(), String> {
-        let is_outside = |word: &i32| *word >= 0 && id_of(*word as u32) as i32 >= ids;
+        let is_outside = |word: &i32| (*word >= 0) & (id_of(*word as u32) as i32 >= ids);
         if !self.targets.iter().fold(false, |outside, word| outside | is_outside(word)) {
             return Ok(());
         }

@@ -6,6 +6,8 @@ marks.parquet       as `datasets` writes it: Snappy, a list of structures
 plain.parquet       Zstandard, pages of version 2, no dictionaries, several row groups
 reasoning.parquet   not compressed, a page for every few values, null where a message lacks a key
 labels.parquet      token ids and labels
+weights.parquet     token ids and weights
+nan.parquet         the same, one weight NaN
 deltas_1.parquet    texts and numbers as differences, pages of version 1
 deltas_2.parquet    the same, of version 2
 binary.parquet      text without the mark that says so
@@ -58,6 +60,10 @@ def main():
     pq.write_table(reasoning, HERE / "reasoning.parquet", compression="none", data_page_size=64, write_batch_size=2)
     labels = [{"id": n, "input_ids": [n, n + 1, 7], "labels": [-100, n + 1, 7]} for n in range(40)]
     pq.write_table(pa.Table.from_pylist(labels), HERE / "labels.parquet")
+    weights = [{"input_ids": [n, n + 1, 7], "weights": [1.0, n / 64, 0.25]} for n in range(40)]
+    pq.write_table(pa.Table.from_pylist(weights), HERE / "weights.parquet")
+    weights[1]["weights"][1] = float("nan")
+    pq.write_table(pa.Table.from_pylist(weights), HERE / "nan.parquet")
     encodings = {"id": "DELTA_BINARY_PACKED", "text": "DELTA_LENGTH_BYTE_ARRAY", "path": "DELTA_BYTE_ARRAY"}
     deltas = [{"id": n * n, "text": None if n % 7 == 0 else "é" * (n % 5), "path": f"shared/beginning/{n}"} for n in range(400)]
     for version in "12":
