@@ -49,7 +49,7 @@ impl<D: Kernels> Engine<D> {
         Ok(self.exchange.losses())
     }
 
-    /// Runs this rank's part of the first `micro_steps` micro-batches of an evaluation; all its targets have `weight_units` together. Copies
+    /// Runs this rank's part of the first `micro_steps` micro-batches of an evaluation, whose targets have `weight_units` in all. Copies
     /// the logits that follow the tokens at `places` of its first micro-batch to host memory.
     pub(super) fn run_evaluation(&mut self, weight_units: u64, micro_steps: usize, places: &[usize]) -> Result<()> {
         self.driver_state.set_activity(DriverActivity::Enqueuing, 0);
