@@ -107,6 +107,10 @@ fn main() {
     // The number of rows per expert changes in every step.
     steps(STRATEGIES[1], "# experts\n");
     steps(STRATEGIES[1], "gradient-shares = 2\n");
+    if cfg!(feature = "weight-flow") {
+        steps(STRATEGIES[1], "gradient-shares = 2\nweights = \"flow\"\nlayer-order = \"segments:2,1\"\n");
+    }
+    steps(STRATEGIES[1], "gradient-shares = 2\nlayer-order = \"segments:1,0\"\n# experts\n");
     steps_of(STRATEGIES[1], "gradient-shares = 2\n", |plan| plan.placement.rings.sums_on_host = true);
     if cfg!(feature = "stv") {
         let late_rows = |plan: &mut Plan| assert!(!plan.placement.layout.early().is_empty(), "{plan}");

@@ -458,7 +458,7 @@ fn tiny_case(partial_sums: usize) -> Case {
 }
 
 /// A sample of the seeds below `all`, whose remainders by 2, 3, 4, 5 and 6 differ, or all of them with `SUPEROFFLOAD_SWEEP=all`.
-fn seeds(all: u64) -> impl Iterator<Item = u64> {
+pub fn seeds(all: u64) -> impl Iterator<Item = u64> {
     (0..all).step_by(sweep(if all < 24 { 5 } else { 7 }, 1))
 }
 

@@ -56,6 +56,7 @@ mod resume;
 mod resume_compare;
 mod run_dir;
 mod sample;
+mod segments;
 mod selftest;
 mod sequences;
 mod signals;

@@ -43,6 +43,10 @@ fn every_memory_class_of_a_plan_for_cpus_matches_allocations() {
             ] {
                 compare(&format!("{strategy}{more}"), shape, &Machine::cpu(2));
             }
+            for (order, more) in [("1,1", ""), ("2,1", "gradient-shares = 3\n"), ("1,2", "gradient-shares = 4\ngradient-group = 2\n")] {
+                let more = format!("{more}layer-order = \"segments:{order}\"\nactivations = \"recompute-cheap\"\n");
+                compare(&format!("{strategy}{more}"), shape, &Machine::cpu(2));
+            }
             compare(&format!("{strategy}activations = \"host\"\n"), shape, &Machine::cpu(2));
         }
         for (moments, bytes) in [("float32", 10.0), ("bfloat16", 6.0), ("int8", 4.0625)] {
@@ -69,7 +73,7 @@ fn every_memory_class_of_a_plan_for_a_gpu_matches_allocations() {
         Machine { kind: DeviceKind::Gpu, device, ..Machine::cpu(8) }
     };
     let (shape, common) = (tiny_llama(12, 1024, 256, true), "seq-length = 64\nper-device-train-batch-size = 1\n");
-    let (mut grads, mut weights, mut resident, mut sums, mut groups) = (0, 0, 0, 0, 0);
+    let (mut grads, mut weights, mut resident, mut sums, mut groups, mut segments) = (0, 0, 0, 0, 0, 0);
     for mib in (1400..3600).step_by(50) {
         let plan = compare(common, &shape, &gpu(mib));
         grads += usize::from(plan.placement.rings.grads.is_some());
@@ -77,12 +81,16 @@ fn every_memory_class_of_a_plan_for_a_gpu_matches_allocations() {
         resident += usize::from(plan.placement.layout.offloaded() == 0);
         let plan = compare(&format!("{common}gradient-shares = 3\n"), &shape, &gpu(mib));
         sums += usize::from(plan.placement.rings.sums_on_host);
+        let plan = compare(&format!("{common}gradient-shares = 3\nlayer-order = \"segments:2,{}\"\n", mib / 50 % 4), &shape, &gpu(mib));
+        let rings = plan.placement.rings;
+        segments += usize::from(rings.sums.is_some() && rings.grads.is_some());
         if mib % 400 == 0 {
             let plan = compare(&format!("{common}gradient-shares = 4\ngradient-group = 2\n"), &shape, &gpu(mib));
             groups += usize::from(plan.placement.rings.sums_on_host);
         }
     }
     assert!(sums > 0 && groups > 0, "no sums on the host were tried");
+    assert!(segments > 0, "no rings of segments were tried");
     assert!(grads > 0, "no ring of gradients was tried");
     assert_eq!((weights > 0, resident > 0), (cfg!(feature = "weight-flow"), cfg!(feature = "repartition")));
     for moments in ["float32", "bfloat16", "int8"] {

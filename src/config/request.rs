@@ -147,6 +147,7 @@ impl Settings {
             split: self.split(),
             activations: self.activations,
             weights: self.weights,
+            layer_order: self.layer_order,
             resident_buckets: self.resident_buckets,
             masters: self.masters,
             bucket_mib: self.bucket_mib,

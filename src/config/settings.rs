@@ -27,7 +27,7 @@ use crate::optim::moments::Moments;
 use crate::optim::schedule::{LrScheduler, TrainLength};
 use crate::recipe::part::RunPart;
 use crate::request::choices::{
-    ActivationsChoice, AttentionChoice, CastSide, EarlyRows, ExpertProductsChoice, HeadRowsChoice, HostMemoryKind, IsaChoice,
+    ActivationsChoice, AttentionChoice, CastSide, EarlyRows, ExpertProductsChoice, HeadRowsChoice, HostMemoryKind, IsaChoice, LayerOrder,
     MastersChoice, ResidentBuckets, SaveMemory, Strategy, Technique, Transport, WeightsChoice,
 };
 use crate::signals::StopSignal;
@@ -534,6 +534,10 @@ settings! {
         /// Size of a bucket in MiB of 16-bit parameters.
         #[arg(value_name = "X")]
         bucket_mib: f64 => "the plan decides", Free, Wanted;
+        /// Order of layers and micro-batches; with segments fewer bytes cross the link.
+        #[arg(value_name = "auto|whole|segments:LAYERS,TURN")]
+        #[serde(deserialize_with = "some_scalar")]
+        layer_order: LayerOrder = LayerOrder::Auto, Free, Wanted;
         /// Tail buckets with their optimizer states on the device.
         #[arg(value_name = "auto|all|N")]
         #[serde(deserialize_with = "some_scalar")]
@@ -669,6 +673,7 @@ pub(crate) mod tests {
         let value = match values.last() {
             Some(last) if last == "false" => "true",
             Some(last) => last,
+            None if flag.get_id() == "layer_order" => "segments:2,5",
             None => "2",
         };
         (flag.get_long().unwrap().to_string(), value.to_string())

@@ -30,7 +30,7 @@ impl<D: Kernels> Engine<D> {
         rows.collect(&mut self.host, self.memory.batch(&self.plan, micro_step).slice(0, tokens * 4));
         for bucket in early.rev() {
             // A value that a test injects into a gradient must be in the early copy, too.
-            self.spoil(bucket, 0)?;
+            self.spoil(&self.plan.placement.layout.range(bucket), 0)?;
             self.issue(Hop::HeadBackward, bucket, None)?;
             self.notify(Event::HeadGradReady(bucket))?;
         }
@@ -51,7 +51,7 @@ impl<D: Kernels> Engine<D> {
         if early.is_empty() {
             return Ok(());
         }
-        early.try_for_each(|bucket| self.spoil(bucket, 0))?;
+        early.try_for_each(|bucket| self.spoil(&self.plan.placement.layout.range(bucket), 0))?;
         let ids = self.late_rows().ids();
         self.model.pack_rows(&mut self.dev, ids)
     }

@@ -61,8 +61,8 @@ impl<D: Kernels> Engine<D> {
             let (first, inv_weight) = (micro_step % per_partial_sum == 0, inverse_of_units(weight_units));
             let micro = MicroStep { first, inv_weight, loss_scale: 1.0, balance: 0.0, head_rows };
             let places = if micro_step == 0 { places } else { &[] };
-            self.with_weights(Module::Head, Pass::Forward, |engine| {
-                engine.model.head(&mut engine.dev, micro, false)?;
+            self.with_weights(Module::Head, Pass::FORWARD, |engine| {
+                engine.model.head(&mut engine.dev, micro, None)?;
                 engine.send_logits(places)
             })?;
             self.module_enqueued()?;

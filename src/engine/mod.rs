@@ -28,4 +28,5 @@ mod step_counters;
 pub(crate) mod step_job;
 mod step_results;
 mod transfers;
+mod visits;
 pub(crate) mod watch;

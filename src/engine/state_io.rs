@@ -232,7 +232,7 @@ impl<D: Kernels> Engine<D> {
         self.read_batch(0, 0, batches)?;
         self.upload_inputs(0)?;
         self.forward_modules(true)?;
-        self.with_weights(Module::Head, Pass::Forward, |engine| engine.model.logits(&mut engine.dev, out))?;
+        self.with_weights(Module::Head, Pass::FORWARD, |engine| engine.model.logits(&mut engine.dev, out))?;
         self.dev.launch(Cast { stream: Stream::Compute, src: out, dst: wide })?;
         let mut values = vec![0.0; elems];
         self.memory.bounce_buffer.download((&mut self.dev, &mut self.host), wide, bytemuck::cast_slice_mut(&mut values))?;

@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::faults::FaultPhase;
 use crate::model::MicroStep;
 use crate::model::head_rows;
+use crate::model::segments::{Visit, VisitKind};
 use crate::model::tensors::Module;
 use crate::optim::optimizer::Update;
 use crate::planner::plan::Plan;
@@ -24,13 +25,27 @@ use crate::ranks::progress::StepOutcome;
 use crate::recipe::StepShape;
 use crate::trace::STEP_SPAN;
 use crate::units::NormSq;
+use std::ops::Range;
 use std::sync::Arc;
 
-/// Direction of a pass.
-#[derive(Clone, Copy)]
-pub(super) enum Pass {
+/// PassDirection of a pass.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum PassDirection {
     Forward,
     Backward,
+}
+
+/// A pass over modules.
+#[derive(Clone, Copy)]
+pub(super) struct Pass {
+    pub(super) direction: PassDirection,
+    /// The visit of a segment that the pass belongs to; `None` for a pass over all modules.
+    pub(super) visit: Option<Visit>,
+}
+
+impl Pass {
+    /// A forward pass over all modules.
+    pub(super) const FORWARD: Self = Self { direction: PassDirection::Forward, visit: None };
 }
 
 impl<D: Kernels> Engine<D> {
@@ -123,41 +138,72 @@ impl<D: Kernels> Engine<D> {
 
     fn pass_and_validate(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
         self.idle.reset();
-        let inv_weight = inverse_of_units(data.weight_units);
-        // The loss is a mean over micro-batches, each of which balances its own experts.
-        let balance = (self.plan.recipe.router_aux_loss_coef / self.plan.recipe.step.micro_batches as f64) as f32;
-        let layers = self.model.shape.layers.len();
-        let per_partial_sum = self.plan.micro_batches_per_partial_sum();
-        // Micro-batches of this rank: one share a round.
-        let accum = self.plan.micro_batches_of_rank();
-        for micro_step in 0..accum {
-            let first = micro_step % per_partial_sum == 0;
-            let whole = (micro_step + 1).is_multiple_of(per_partial_sum).then_some(micro_step / per_partial_sum);
-            let head_rows = self.upload_inputs(micro_step)?;
-            self.forward_modules(micro_step == 0)?;
-            if let Some(bounds) = self.model.expert_bounds() {
-                self.expert_rows.copy(&mut self.dev, bounds, micro_step)?;
-            }
-            self.wait_for_params(Module::Head)?;
-            if micro_step + 1 == accum {
-                self.begin_validation(learning_rate)?;
-            }
-            if first && micro_step > 0 {
-                self.wait_for_sums(self.plan.placement.layout.count() - 1)?;
-            }
-            let micro = MicroStep { first, inv_weight, loss_scale: self.steps.loss_scale().scale(), balance, head_rows };
-            self.wait_for_ring(Module::Head, whole)?;
-            self.with_weights(Module::Head, Pass::Backward, |engine| engine.model.head(&mut engine.dev, micro, true))?;
-            self.grads_written(Module::Head, whole)?;
-            if micro_step + 1 == accum {
-                self.head_grads_ready(micro_step)?;
-            }
-            (0..layers).rev().map(Module::Layer).chain([Module::Embed]).try_for_each(|module| self.backward(module, micro, whole))?;
-            if let Some(partial_sum) = whole {
-                self.report_partial_sum(partial_sum)?;
+        for visit in self.plan.placement.segments.visits(self.plan.micro_batches_of_rank()) {
+            let micro = self.micro_step(visit.micro_batch, data);
+            match visit.kind {
+                VisitKind::Forward => self.visit_forward(visit)?,
+                VisitKind::Turn => self.turn(visit, micro, learning_rate)?,
+                VisitKind::Backward => self.visit_backward(visit, micro)?,
             }
         }
+        self.end_report()?;
         self.validate(learning_rate)
+    }
+
+    fn micro_step(&self, micro_batch: usize, data: StepData) -> MicroStep {
+        MicroStep {
+            first: micro_batch.is_multiple_of(self.plan.micro_batches_per_partial_sum()),
+            inv_weight: inverse_of_units(data.weight_units),
+            loss_scale: self.steps.loss_scale().scale(),
+            // The loss is a mean over micro-batches, each of which balances its own experts.
+            balance: (self.plan.recipe.router_aux_loss_coef / self.plan.recipe.step.micro_batches as f64) as f32,
+            head_rows: None,
+        }
+    }
+
+    /// The partial sum of this rank that `micro_batch` completes. Micro-batches of this rank are one share a round.
+    fn completed(&self, micro_batch: usize) -> Option<usize> {
+        let per_partial_sum = self.plan.micro_batches_per_partial_sum();
+        (micro_batch + 1).is_multiple_of(per_partial_sum).then_some(micro_batch / per_partial_sum)
+    }
+
+    /// The last segment, or all layers if they are one segment, takes a micro-batch forward and backward.
+    fn turn(&mut self, visit: Visit, micro: MicroStep, learning_rate: f64) -> Result<()> {
+        let micro_batch = visit.micro_batch;
+        let is_last = micro_batch + 1 == self.plan.micro_batches_of_rank();
+        let micro = MicroStep { head_rows: self.upload_inputs(micro_batch)?, ..micro };
+        if self.has_segments() {
+            self.restore_expert_bounds(visit)?;
+            self.enter_carried(visit)?;
+            self.forward_segment(visit)?;
+        } else {
+            self.forward_modules(micro_batch == 0)?;
+        }
+        if let Some(bounds) = self.model.expert_bounds() {
+            self.expert_rows.copy(&mut self.dev, bounds, micro_batch)?;
+        }
+        self.wait_for_params(Module::Head)?;
+        if is_last {
+            self.begin_validation(learning_rate)?;
+        }
+        if micro.first && micro_batch > 0 {
+            self.wait_for_sums(self.plan.placement.layout.count() - 1)?;
+        }
+        self.wait_for_ring(Module::Head, micro_batch)?;
+        let pass = Pass { direction: PassDirection::Backward, visit: Some(visit).filter(|_| self.has_segments()) };
+        let gradients = Some(self.head_gradients());
+        self.with_weights(Module::Head, pass, |engine| engine.model.head(&mut engine.dev, micro, gradients))?;
+        self.keep_hidden_states(micro_batch)?;
+        self.fetch_input_after(visit)?;
+        self.grads_written(Module::Head, micro_batch)?;
+        if is_last {
+            self.head_grads_ready(micro_batch)?;
+        }
+        self.backward_segment(visit, micro)?;
+        match self.completed(micro_batch).filter(|partial_sum| !self.is_last(*partial_sum)) {
+            Some(partial_sum) => self.report.add_loss(&mut self.dev, self.model.activations.loss, partial_sum),
+            None => Ok(()),
+        }
     }
 
     /// Enqueues the forward pass of all modules but the head. Weights change between steps only: `first` must be true for the first
@@ -167,36 +213,48 @@ impl<D: Kernels> Engine<D> {
             flow.open_prefetch_buffer(&mut self.dev)?;
         }
         let layers = (0..self.model.shape.layers.len()).map(Module::Layer);
-        [Module::Embed].into_iter().chain(layers).try_for_each(|module| self.forward(module, first))?;
+        [Module::Embed].into_iter().chain(layers).try_for_each(|module| self.forward(module, Pass::FORWARD, first))?;
         if let Some(flow) = &mut self.flow {
             flow.close_prefetch_buffer();
         }
         Ok(())
     }
 
-    fn forward(&mut self, module: Module, first: bool) -> Result<()> {
-        self.wait_for_params(module)?;
-        self.with_weights(module, Pass::Forward, |engine| {
+    pub(super) fn forward(&mut self, module: Module, pass: Pass, first: bool) -> Result<()> {
+        // Later visits of a step read the same weights.
+        let first = pass.visit.map_or(first, |visit| visit.kind != VisitKind::Backward && visit.micro_batch == 0);
+        if first || pass.visit.is_none() {
+            self.wait_for_params(module)?;
+        }
+        self.with_weights(module, pass, |engine| {
             let model = Arc::clone(&engine.model);
             if first {
                 model.scale_weights(&mut engine.dev, module)?;
             }
-            model.forward(engine, module)
+            if let (Module::Layer(layer), None) = (module, pass.visit) {
+                model.enter_segment(&mut engine.dev, layer)?;
+            }
+            match engine.last_of_backward(pass, module) {
+                Some(layer) => model.forward_last(engine, layer),
+                None => model.forward(engine, module),
+            }
         })?;
         self.module_enqueued()
     }
 
-    fn backward(&mut self, module: Module, micro: MicroStep, whole: Option<usize>) -> Result<()> {
-        self.wait_for_ring(module, whole)?;
-        let ends = module == Module::Embed && whole.is_some_and(|partial_sum| self.is_last(partial_sum));
+    pub(super) fn backward(&mut self, module: Module, visit: Visit, micro: MicroStep) -> Result<()> {
+        let (micro_batch, pass) =
+            (visit.micro_batch, Pass { direction: PassDirection::Backward, visit: Some(visit).filter(|_| self.has_segments()) });
+        self.wait_for_ring(module, micro_batch)?;
+        let ends = module == Module::Embed && self.completed(micro_batch).is_some_and(|partial_sum| self.is_last(partial_sum));
         if ends {
             self.rows_begin()?;
         }
-        self.with_weights(module, Pass::Backward, |engine| Arc::clone(&engine.model).backward(engine, module, micro))?;
+        self.with_weights(module, pass, |engine| Arc::clone(&engine.model).backward(engine, module, micro))?;
         if ends {
             self.pack_rows()?;
         }
-        self.grads_written(module, whole)
+        self.grads_written(module, micro_batch)
     }
 
     /// Enqueues `compute` after the weights of `module` have arrived, and then the copy of the weights that `pass` needs next, which
@@ -206,12 +264,13 @@ impl<D: Kernels> Engine<D> {
             return compute(self);
         }
         let at = self.model.table.module_index(module);
-        let next = if let Pass::Forward = pass { at.checked_sub(1) } else { Some(at + 1) };
+        let Pass { direction, visit } = pass;
+        let next = if direction == PassDirection::Forward { at.checked_sub(1) } else { Some(at + 1) };
         self.fetch_weights(at)?;
         if let Some(next) = next.filter(|_| self.exchange.fetches_ahead()) {
             self.fetch_weights(next)?;
         }
-        if let Pass::Forward = pass {
+        if direction == PassDirection::Forward && visit.is_none() {
             self.fetch_early(at)?;
         }
         if let Some(flow) = &mut self.flow {
@@ -221,7 +280,11 @@ impl<D: Kernels> Engine<D> {
         if let Some(flow) = &self.flow {
             flow.leave(&mut self.dev, at)?;
         }
-        if let Some(next) = next { self.fetch_weights(next) } else { Ok(()) }
+        match (visit, next) {
+            (Some(visit), _) => self.fetch_ahead(visit, direction, at),
+            (None, Some(next)) => self.fetch_weights(next),
+            (None, None) => Ok(()),
+        }
     }
 
     /// Prefetches final weights of the next modules, so that the link is not idle during the first modules of a forward pass, which are not
@@ -256,7 +319,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Fetches the weights of `module` into the ring. Only the first forward pass of a step may have to wait here: the pool writes a
     /// bucket's weights after its gradient has arrived, which is after the last module of the step that uses them.
-    fn fetch_weights(&mut self, module: usize) -> Result<()> {
+    pub(super) fn fetch_weights(&mut self, module: usize) -> Result<()> {
         let streamed = self.flow.as_ref().map_or(0..0, |flow| flow.streamed(module));
         let buckets = self.plan.placement.layout.overlapping(streamed.clone());
         buckets.clone().rev().try_for_each(|bucket| self.wait_until_final(bucket))?;
@@ -292,12 +355,16 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Whether share `round` of this rank is the last of a step.
-    fn is_last(&self, round: usize) -> bool {
+    pub(super) fn is_last(&self, round: usize) -> bool {
         (round + 1) * self.exchange.slices().ranks() == self.plan.recipe.step.shares
     }
 
-    /// In a ring of gradients, waits until the gradients that `module` overwrites are summed, and in the last round also copied.
-    fn wait_for_ring(&mut self, module: Module, round: Option<usize>) -> Result<()> {
+    /// In a ring of gradients, waits until the gradients that `module` overwrites are summed, and in the last round also copied. A ring of
+    /// segments is overwritten once a step, by the first micro-batch.
+    pub(super) fn wait_for_ring(&mut self, module: Module, micro_batch: usize) -> Result<()> {
+        if self.has_segments() && micro_batch > 0 {
+            return Ok(());
+        }
         let Some(ring) = self.plan.placement.rings.grads else {
             return if self.plan.streams_from_host() { self.zero_padding(module) } else { Ok(()) };
         };
@@ -309,7 +376,8 @@ impl<D: Kernels> Engine<D> {
         if let Some(last) = buckets.clone().last().filter(|_| sums_wait) {
             self.wait_for_sums(last)?;
         }
-        let copied = if round.is_some_and(|round| self.is_last(round)) { self.plan.placement.layout.offloaded() } else { 0 };
+        let are_sent = self.has_segments() || self.completed(micro_batch).is_some_and(|round| self.is_last(round));
+        let copied = if are_sent { self.plan.placement.layout.offloaded() } else { 0 };
         for bucket in buckets.start..buckets.end.min(copied) {
             self.wait_until_copied(bucket)?;
             self.dev.wait(Stream::Compute, self.transfers.event(Hop::GradsOut, bucket))?;
@@ -327,13 +395,26 @@ impl<D: Kernels> Engine<D> {
     /// Enqueues the copy of the micro-batch's inputs. Returns the number of rows that the head computes; `None` if it computes all.
     pub(super) fn upload_inputs(&mut self, micro_step: usize) -> Result<Option<usize>> {
         let head_rows = self.select_head_rows(micro_step);
-        if self.plan.recipe.separates_documents() {
-            let batch = self.memory.batch(&self.plan, micro_step);
-            let starts = batch::documents(self.host.lend(batch), self.plan.recipe.step.micro_batch * self.plan.recipe.step.seq_length);
-            self.dev.set_documents(starts, self.plan.recipe.step.seq_length)?;
-        }
+        self.set_documents(micro_step)?;
         self.dev.copy_h2d(Stream::Compute, self.memory.inputs(&self.plan, micro_step), self.model.activations.inputs)?;
         Ok(head_rows)
+    }
+
+    /// Enqueues the copy of the micro-batch's inputs, for segments without the head.
+    pub(super) fn upload_batch(&mut self, micro_step: usize) -> Result<()> {
+        self.set_documents(micro_step)?;
+        let (batch, inputs) = (self.memory.batch(&self.plan, micro_step), self.model.activations.inputs);
+        self.dev.copy_h2d(Stream::Compute, batch, inputs.slice(0, self.plan.batch_words()))
+    }
+
+    /// Passes the documents of the micro-batch to the device, if rows may hold several.
+    fn set_documents(&mut self, micro_step: usize) -> Result<()> {
+        if !self.plan.recipe.separates_documents() {
+            return Ok(());
+        }
+        let batch = self.memory.batch(&self.plan, micro_step);
+        let starts = batch::documents(self.host.lend(batch), self.plan.recipe.step.micro_batch * self.plan.recipe.step.seq_length);
+        self.dev.set_documents(starts, self.plan.recipe.step.seq_length)
     }
 
     /// Writes the lists of selected rows of the head behind the micro-batch, if the recipe computes trained rows alone.
@@ -357,10 +438,13 @@ impl<D: Kernels> Engine<D> {
         self.report.begin(&mut self.dev)
     }
 
-    /// The gradients of `module` are enqueued. If they complete the partial sum `whole`, this reports all buckets that end within the
-    /// module's flat range.
-    fn grads_written(&mut self, module: Module, whole: Option<usize>) -> Result<()> {
-        if let Some(partial_sum) = whole {
+    /// The gradients of `module` are enqueued. If `micro_batch` completes a partial sum, this reports all buckets that end within the module's
+    /// flat range.
+    fn grads_written(&mut self, module: Module, micro_batch: usize) -> Result<()> {
+        let whole = self.completed(micro_batch);
+        if let Some(partial_sum) = whole.filter(|_| self.has_segments()) {
+            self.segment_grads_written(module, partial_sum)?;
+        } else if let Some(partial_sum) = whole {
             let range = self.model.table.module_range(module);
             let layout = &self.plan.placement.layout;
             let end = if module == Module::Embed { layout.flat_elems() } else { range.end };
@@ -381,19 +465,19 @@ impl<D: Kernels> Engine<D> {
     /// The gradient of `bucket` for one of this rank's partial sums is enqueued.
     fn bucket_written(&mut self, bucket: usize, round: usize) -> Result<()> {
         self.inject(FaultPhase::Backward)?;
-        self.spoil(bucket, round)?;
+        self.spoil(&self.plan.placement.layout.range(bucket), round)?;
         let is_whole = self.exchange.written(&mut self.dev, self.model.grads, bucket)?;
         let [to_device, to_host] = self.exchange.crossed();
         (self.counters.h2d_bytes, self.counters.d2h_bytes) = (self.counters.h2d_bytes + to_device, self.counters.d2h_bytes + to_host);
         if is_whole { self.bucket_ready(bucket) } else { Ok(()) }
     }
 
-    /// Writes injected values over the gradient of a bucket, if a test has any.
-    pub(super) fn spoil(&mut self, bucket: usize, round: usize) -> Result<()> {
-        let (range, slices) = (self.plan.placement.layout.range(bucket), self.exchange.slices());
+    /// Writes injected values over the gradient of the flat `range`, if a test has any.
+    pub(super) fn spoil(&mut self, range: &Range<usize>, round: usize) -> Result<()> {
+        let slices = self.exchange.slices();
         let partial_sum = round * slices.ranks() + slices.rank();
         let Some(fault_injector) = &self.fault_injector else { return Ok(()) };
-        fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.steps.current(), partial_sum)
+        fault_injector.spoil(&mut self.dev, self.model.grads, range, self.steps.current(), partial_sum)
     }
 
     /// The step's gradient of this rank's slice of `bucket` is enqueued.
@@ -405,16 +489,12 @@ impl<D: Kernels> Engine<D> {
         self.notify(Event::GradReady(bucket))
     }
 
-    /// Reports a partial sum of this rank. The last partial sum completes the step's report.
-    fn report_partial_sum(&mut self, partial_sum: usize) -> Result<()> {
-        let loss = self.model.activations.loss;
-        if !self.is_last(partial_sum) {
-            return self.report.add_loss(&mut self.dev, loss, partial_sum);
-        }
+    /// Reports the last partial sum of this rank, which completes the step's report.
+    fn end_report(&mut self) -> Result<()> {
         if !self.exchange.is_summed() {
             self.wait_for_peers(DriverActivity::Sums, 0, |engine| Ok(engine.exchange.is_summed()))?;
         }
-        self.report.end(&mut self.dev, loss)
+        self.report.end(&mut self.dev, self.model.activations.loss)
     }
 
     /// Waits for the norm, decides the verdict, and starts the allowed updates.

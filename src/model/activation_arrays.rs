@@ -68,8 +68,12 @@ pub(crate) struct Activations {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LayerActivations {
     pub policy: LayerPolicy,
-    /// Whether this is the last layer that uses the shared buffers, so that they still hold its values when its backward pass begins.
+    /// Whether this is the last layer of its segment that uses the shared buffers, so that they still hold its values when its backward
+    /// pass begins.
     pub(crate) intact: bool,
+    /// Whether a segment other than the first begins with this layer. The segment below leaves the residual stream after its last layer in
+    /// [`Activations::final_norm_in`], because both segments use the same memory.
+    pub(crate) begins_segment: bool,
     /// Residual stream before the layer.
     pub input: DeviceSlice,
     /// Offload of the input to host memory, if there is any.

@@ -69,6 +69,8 @@ pub struct MicroBatch<'a> {
     /// Tokens of a tile of the MLP; `None`: the MLP is not divided.
     pub(crate) mlp_tile: Option<usize>,
     pub(crate) policies: &'a [LayerPolicy],
+    /// First layer of each segment: see [`super::segments::LayerSegments`]. Segments use the same memory for activations.
+    pub(crate) segments: &'a [usize],
 }
 
 /// The memory plan of [`Activations`]; nothing is allocated yet.
@@ -85,6 +87,7 @@ pub struct ActivationPlan {
     tile: LossTile,
     mlp_tile: usize,
     policies: Vec<LayerPolicy>,
+    segments: Vec<usize>,
     allocations: Vec<Allocation>,
     /// Sums of the allocations on the device and in host memory.
     device_bytes: Bytes,
@@ -98,8 +101,8 @@ impl ActivationPlan {
     /// `Usage` when a size is zero, when the sequence is longer than the model allows, when the number of policies
     /// differs from the number of layers, or when bytes overflow.
     pub fn new(micro_batch: MicroBatch<'_>) -> Result<Self> {
-        let MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, head_rows, tile, mlp_tile, policies } =
-            micro_batch;
+        let MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, .. } = micro_batch;
+        let MicroBatch { head_rows, tile, mlp_tile, policies, segments, .. } = micro_batch;
         if batch == 0 || seq_length == 0 || tile.rows == 0 || tile.vocab == 0 {
             return Err(Error::usage("batch size, sequence length and loss tile must be at least 1"));
         }
@@ -114,7 +117,7 @@ impl ActivationPlan {
         let tail = if tile.vocab == shape.vocab && tile.tail < shape.vocab { tile.tail } else { 0 };
         let tile = LossTile { rows: tokens.min(tile.rows), vocab: tile.vocab.min(shape.vocab), tail };
         let mlp_tile = mlp_tile.map_or(tokens, |tile| tile.clamp(1, tokens));
-        let policies = policies.to_vec();
+        let (policies, segments) = (policies.to_vec(), segments.to_vec());
         let mut plan = Self {
             shape: shape.clone(),
             batch,
@@ -127,6 +130,7 @@ impl ActivationPlan {
             tile,
             mlp_tile,
             policies,
+            segments,
             allocations: Vec::new(),
             device_bytes: Bytes(0),
             host_bytes: Bytes(0),
@@ -286,11 +290,10 @@ impl ActivationPlan {
         let mlp_raw = each("layers.mlp_raw", &costly, &raw, dtype)?;
         let mlp_raw_stats = each("layers.mlp_raw_stats", &costly, &raw_stats, fp32)?;
         let (routed, fp8) = (self.routed(memory)?, self.fp8_inputs(memory)?);
-        // In FP8, layers with policy `Keep` use the shared buffers, too.
-        let last_sharing = self.policies.iter().rposition(|policy| *policy != LayerPolicy::Keep || self.fp8);
         let layer = |l: usize, policy: LayerPolicy| LayerActivations {
             policy,
-            intact: Some(l) == last_sharing,
+            intact: self.is_last_sharing(l),
+            begins_segment: self.begins_segment(l),
             input: input.at(l),
             host_input: None,
             host_attention: [None; 2],
@@ -310,6 +313,18 @@ impl ActivationPlan {
             fp8: fp8[l],
         };
         Ok(self.policies.iter().enumerate().map(|(l, policy)| layer(l, *policy)).collect())
+    }
+
+    /// Whether `layer` is the last of its segment that uses the shared buffers. In FP8, layers with policy `Keep` use them, too.
+    fn is_last_sharing(&self, layer: usize) -> bool {
+        let shares = |l: usize| self.policies[l] != LayerPolicy::Keep || self.fp8;
+        let mut above = (layer + 1..self.policies.len()).take_while(|above| !self.begins_segment(*above));
+        shares(layer) && !above.any(shares)
+    }
+
+    /// Whether a segment other than the first begins with `layer`.
+    fn begins_segment(&self, layer: usize) -> bool {
+        layer > 0 && self.segments.contains(&layer)
     }
 
     /// Saved inputs of the linear layers of each layer, transposed, in 8 bits. Attention's output is not among them, because attention's
@@ -468,7 +483,7 @@ impl ActivationPlan {
 
     /// As [`Self::parts`]; in addition, layers whose array is offloaded to host memory alternate between shared buffers.
     fn parts_by_turns(&self, keeps: impl Fn(usize) -> bool, sends: impl Fn(usize) -> bool) -> LayerParts {
-        LayerParts::new(self.policies.len(), self.tokens(), BUFFERS, keeps, sends)
+        LayerParts::new(self.policies.len(), &self.segments, (self.tokens(), BUFFERS), keeps, sends)
     }
 
     /// These parts, with a shared part as long as the tokens that MLPs process at once.
@@ -513,6 +528,7 @@ mod tests {
             head_rows: HeadRows::All,
             tile: TILE,
             policies,
+            segments: &[0],
         }
     }
 

@@ -15,6 +15,12 @@ pub(crate) fn bounds_elems(shape: &ModelShape) -> usize {
     shape.layers.iter().filter_map(|layer| layer.mlp.moe()).map(bounds_stride).sum()
 }
 
+/// Elements of the expert bounds of `layers`.
+pub(super) fn bounds_of(shape: &ModelShape, layers: Range<usize>) -> Range<usize> {
+    let before = |layer: usize| shape.layers[..layer].iter().filter_map(|layer| layer.mlp.moe()).map(bounds_stride).sum();
+    before(layers.start)..before(layers.end)
+}
+
 /// Range of the expert bounds of each layer with experts.
 pub(crate) fn expert_bounds(shape: &ModelShape) -> impl Iterator<Item = Range<usize>> + '_ {
     shape.layers.iter().filter_map(|layer| layer.mlp.moe()).scan(0, |end, moe| {

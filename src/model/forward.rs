@@ -11,8 +11,8 @@ use super::sequence::{Handover, PassRunner};
 use super::shape::RopeConfig;
 use super::tensors::Module;
 use crate::device::{
-    AttentionForward, DeviceSlice, Embed, Geglu, Gelu, Kernels, Launch, LayerNorm, QkNorm, RmsNorm, Rope, ScaleAdd, ScaleCell, Sinks,
-    Swiglu, WithScale, Zero,
+    AttentionForward, Cast, DeviceSlice, Embed, Geglu, Gelu, Kernels, Launch, LayerNorm, QkNorm, RmsNorm, Rope, ScaleAdd, ScaleCell, Sinks,
+    Stream, Swiglu, WithScale,
 };
 use crate::error::Result;
 
@@ -42,9 +42,7 @@ impl Model {
                 let dev = run.dev();
                 let (wte, wpe) = (self.embed.wte.value, self.embed.wpe.map(|p| p.value));
                 let out = self.acquire_residual(dev, 0)?;
-                if let Some(work) = act.fp8 {
-                    dev.launch(Zero { x: work.raised() })?;
-                }
+                self.forget_scales(dev)?;
                 dev.launch(Embed { tokens: act.tokens, positions: act.positions, wte, wpe, out, channels: self.shape.channels })?;
                 scale(dev, out, self.shape.embed_scale.on(out.dtype()))
             }
@@ -69,6 +67,14 @@ impl Model {
         linear(dev, &self.head.output, self.activations.final_norm_out, None, out)
     }
 
+    /// Copies the residual stream to the input of `layer` if a segment begins with it, in a pass that goes from segment to segment.
+    pub(crate) fn enter_segment<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<()> {
+        if !self.activations.layers[layer].begins_segment {
+            return Ok(());
+        }
+        dev.launch(Cast { stream: Stream::Compute, src: self.segment_output(), dst: self.segment_input(layer) })
+    }
+
     fn forward_layer<P: PassRunner>(&self, run: &mut P, layer: usize) -> Result<()> {
         let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);
         if let Some(input) = act.host_input {
@@ -87,6 +93,19 @@ impl Model {
             self.join(dev, layer, (&params.mlp_out, act.mlp_act), post, (act.mid, out))?;
         }
         Ok(())
+    }
+
+    /// Runs the forward pass of the last layer of a segment before its backward pass, which does not need the layer's output.
+    pub(crate) fn forward_last<P: PassRunner>(&self, run: &mut P, layer: usize) -> Result<()> {
+        // In FP8, the product that computes the output also saves its input.
+        if self.experts(layer).is_some() || self.activations.fp8.is_some() {
+            return self.forward_layer(run, layer);
+        }
+        self.forward_attention(run, layer, &self.activations.layers[layer], Attending::New)?;
+        self.mlp_tiles(layer).try_for_each(|tile| {
+            self.forward_mlp(run.dev(), layer, &tile.act, Routing::New)?;
+            self.recompute_post_mlp(run.dev(), layer, &tile)
+        })
     }
 
     /// Adds the product of a branch's last matrix with `x` to the residual stream `base` and writes the sum to `out`; `post` is the norm of
@@ -110,9 +129,11 @@ impl Model {
         dev.launch(ScaleAdd { x: out, scale, base, out })
     }
 
-    /// The slice for the residual stream before `layer`, or after the last layer. Waits until no copy reads it.
+    /// The slice in which the module below `layer` leaves the residual stream, also after the last layer. Waits until no copy reads it.
     fn acquire_residual<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<DeviceSlice> {
-        let Some(act) = self.activations.layers.get(layer) else { return Ok(self.activations.final_norm_in) };
+        let Some(act) = self.activations.layers.get(layer).filter(|act| !act.begins_segment) else {
+            return Ok(self.activations.final_norm_in);
+        };
         if let Some(input) = act.host_input {
             input.acquire(dev)?;
         }

@@ -6,7 +6,7 @@ use super::fp8::{self, Fp8Linear, Fp8Work, LastWriter};
 use super::params::{LayerParams, LinearParams};
 use super::shape::ModelShape;
 use super::tensors::Module;
-use crate::device::{AbsMaxScale, DeviceSlice, Kernels, Quantize, ScaleCell, ScaledMatmul};
+use crate::device::{AbsMaxScale, DeviceSlice, Kernels, Quantize, ScaleCell, ScaledMatmul, Zero};
 use crate::error::Result;
 
 /// Makes the linear layers of `layers` use FP8, except experts.
@@ -26,6 +26,18 @@ pub(super) fn give(work: Fp8Work, shape: &ModelShape, activations: &[LayerActiva
 struct Scaled(DeviceSlice, DeviceSlice);
 
 impl Model {
+    /// Begins the forward pass of a micro-batch: the scales of the last one are no longer valid.
+    pub(crate) fn forget_scales<D: Kernels>(&self, dev: &mut D) -> Result<()> {
+        self.activations.fp8.map_or(Ok(()), |work| dev.launch(Zero { x: work.raised() }))
+    }
+
+    /// Computes the scale of the residual stream's gradient above `layer`, if the layer reads it in FP8 and the layer above computed the scale,
+    /// in an earlier visit.
+    pub(crate) fn scale_residual_gradient<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<()> {
+        let cell = self.layers[layer].mlp_out.gradient_scale(LastWriter::Above);
+        cell.map_or(Ok(()), |cell| find_scale(dev, self.activations.dresidual, cell))
+    }
+
     /// Computes the scales of the weights of `module`, if it uses FP8. All products use them until the weights change. The weights must be
     /// on the device.
     pub(crate) fn scale_weights<D: Kernels>(&self, dev: &mut D, module: Module) -> Result<()> {

@@ -34,6 +34,17 @@ pub(crate) struct MicroStep {
     pub(crate) head_rows: Option<usize>,
 }
 
+/// Gradients that the head computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HeadGradients {
+    /// The gradients of the hidden states, of the output matrix and of the final norm.
+    All,
+    /// All gradients but that of the output matrix.
+    Hidden,
+    /// The gradient of the output matrix.
+    Matrix,
+}
+
 /// A range of rows (tokens) whose loss is computed together, of all rows or of the list of selected rows.
 #[derive(Clone, Copy)]
 struct Rows {
@@ -49,14 +60,34 @@ struct Rows {
 
 impl Model {
     /// Computes final norm, logits and loss after the forward pass of all layers: `activations.loss` then holds the mean so far. With
-    /// `train` also runs their backward pass, down to the gradient of the residual stream after the last layer.
-    pub(crate) fn head<D: Kernels>(&self, dev: &mut D, micro: MicroStep, train: bool) -> Result<()> {
+    /// `gradients` also runs their backward pass, down to the gradient of the residual stream after the last layer.
+    pub(crate) fn head<D: Kernels>(&self, dev: &mut D, micro: MicroStep, gradients: Option<HeadGradients>) -> Result<()> {
         self.forward(dev, Module::Head)?;
+        if gradients.is_some() && micro.head_rows.zip(self.activations.head_rows).is_some() {
+            dev.launch(Zero { x: self.activations.dnorm })?;
+        }
+        self.for_each_tile(dev, micro, |dev, rows| {
+            self.loss(dev, rows, micro)?;
+            let Some(gradients) = gradients else { return Ok(()) };
+            self.loss_backward(dev, rows, micro, gradients)?;
+            self.scatter(dev, rows)
+        })?;
+        if gradients.is_some() { self.backward(dev, Module::Head, micro) } else { Ok(()) }
+    }
+
+    /// Computes the gradient of the output matrix that [`HeadGradients::Hidden`] leaves out. The output of the final norm must be that of the
+    /// micro-batch: see [`Model::hidden_states`].
+    pub(crate) fn output_matrix_gradient<D: Kernels>(&self, dev: &mut D, micro: MicroStep) -> Result<()> {
+        self.for_each_tile(dev, micro, |dev, rows| {
+            self.stats(dev, rows)?;
+            self.loss_backward(dev, rows, micro, HeadGradients::Matrix)
+        })
+    }
+
+    /// Calls `each` for every tile of the rows that the head computes.
+    fn for_each_tile<D: Kernels>(&self, dev: &mut D, micro: MicroStep, mut each: impl FnMut(&mut D, Rows) -> Result<()>) -> Result<()> {
         let act = &self.activations;
         let selected = micro.head_rows.zip(act.head_rows);
-        if train && selected.is_some() {
-            dev.launch(Zero { x: act.dnorm })?;
-        }
         let (all, step) = match selected {
             Some((count, _)) => (count, head_rows::piece_rows(act.tile.rows)),
             None => (act.tokens.elems(), act.tile.rows),
@@ -67,13 +98,9 @@ impl Model {
                 Some((_, work)) => self.gather(dev, work, start, count)?,
                 None => self.rows(start, count),
             };
-            self.loss(dev, rows, micro)?;
-            if train {
-                self.loss_backward(dev, rows, micro)?;
-                self.scatter(dev, rows)?;
-            }
+            each(dev, rows)?;
         }
-        if train { self.backward(dev, Module::Head, micro) } else { Ok(()) }
+        Ok(())
     }
 
     /// The logits that follow the token at `place` of the micro-batch, a tile of the vocabulary at a time, once [`Model::head`] is enqueued.
@@ -122,17 +149,23 @@ impl Model {
     }
 
     fn loss<D: Kernels>(&self, dev: &mut D, rows: Rows, micro: MicroStep) -> Result<()> {
+        self.stats(dev, rows)?;
+        let (loss, accumulate) = (self.activations.loss, !(micro.first && rows.first));
+        dev.launch(CrossEntropyLoss { targets: rows.targets, stats: rows.stats, loss, scale: micro.inv_weight, accumulate })
+    }
+
+    /// Computes the softmax statistics of all logits.
+    fn stats<D: Kernels>(&self, dev: &mut D, rows: Rows) -> Result<()> {
         let Rows { targets, stats, .. } = rows;
         for tile in self.tiles() {
             let (vocab_start, cols, softcap) = (tile.start, tile.len(), self.shape.logit_softcap);
             let logits = self.logits_tile(dev, rows, &tile)?;
             dev.launch(CrossEntropyStats { logits, targets, stats, vocab_start, cols, softcap, first: vocab_start == 0 })?;
         }
-        let (loss, accumulate) = (self.activations.loss, !(micro.first && rows.first));
-        dev.launch(CrossEntropyLoss { targets, stats, loss, scale: micro.inv_weight, accumulate })
+        Ok(())
     }
 
-    fn loss_backward<D: Kernels>(&self, dev: &mut D, rows: Rows, micro: MicroStep) -> Result<()> {
+    fn loss_backward<D: Kernels>(&self, dev: &mut D, rows: Rows, micro: MicroStep, gradients: HeadGradients) -> Result<()> {
         for tile in self.tiles() {
             let logits = match self.activations.tile.holds(self.shape.vocab) {
                 true => self.logits_of(rows, &tile),
@@ -141,13 +174,25 @@ impl Model {
             let (Rows { targets, stats, .. }, scale) = (rows, micro.inv_weight * micro.loss_scale);
             let (vocab_start, cols, softcap) = (tile.start, tile.len(), self.shape.logit_softcap);
             dev.launch(CrossEntropyGrad { logits, targets, stats, vocab_start, cols, softcap, scale })?;
-            self.tile_backward(dev, rows, logits, &tile, !(micro.first && rows.first))?;
+            if gradients != HeadGradients::Matrix {
+                self.hidden_gradient(dev, rows, logits, &tile)?;
+            }
+            if gradients != HeadGradients::Hidden {
+                self.matrix_gradient(dev, rows, logits, &tile, !(micro.first && rows.first))?;
+            }
         }
         Ok(())
     }
 
-    /// Computes the tile's contribution to the gradient of the hidden state, and its rows of the gradient of the output matrix.
-    fn tile_backward<D: Kernels>(
+    /// Computes the tile's contribution to the gradient of the hidden state.
+    fn hidden_gradient<D: Kernels>(&self, dev: &mut D, rows: Rows, dlogits: DeviceSlice, tile: &Range<usize>) -> Result<()> {
+        let output = self.output_tile(tile);
+        let shape = MatmulShape { layout: MatmulLayout::Nn, m: rows.count, n: output.in_cols, k: tile.len() };
+        dev.launch(Matmul::plain(shape, [dlogits, output.weight.value, rows.dhidden]).onto_itself(tile.start != 0))
+    }
+
+    /// Computes the tile's rows of the gradient of the output matrix.
+    fn matrix_gradient<D: Kernels>(
         &self,
         dev: &mut D,
         rows: Rows,
@@ -156,10 +201,8 @@ impl Model {
         accumulate: bool,
     ) -> Result<()> {
         let output = self.output_tile(tile);
-        let to_hidden = MatmulShape { layout: MatmulLayout::Nn, m: rows.count, n: output.in_cols, k: tile.len() };
-        let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: tile.len(), n: output.in_cols, k: rows.count };
-        dev.launch(Matmul::plain(to_hidden, [dlogits, output.weight.value, rows.dhidden]).onto_itself(tile.start != 0))?;
-        dev.launch(Matmul::plain(to_weight, [dlogits, rows.hidden, output.weight.grad]).onto_itself(accumulate))
+        let shape = MatmulShape { layout: MatmulLayout::Tn, m: tile.len(), n: output.in_cols, k: rows.count };
+        dev.launch(Matmul::plain(shape, [dlogits, rows.hidden, output.weight.grad]).onto_itself(accumulate))
     }
 
     fn logits_tile<D: Kernels>(&self, dev: &mut D, rows: Rows, tile: &Range<usize>) -> Result<DeviceSlice> {

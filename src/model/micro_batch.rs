@@ -1,7 +1,7 @@
 //! A whole micro-batch at once, to measure its time or to prepare the device.
 
 use super::Model;
-use super::head::MicroStep;
+use super::head::{HeadGradients, MicroStep};
 use super::head_rows;
 use super::sequence::PassRunner;
 use super::tensors::Module;
@@ -40,7 +40,7 @@ impl Model {
             return Ok(());
         }
         for count in head_rows::piece_counts(self.activations.tile.rows) {
-            self.head(dev, MicroStep { head_rows: Some(count), ..ALONE }, true)?;
+            self.head(dev, MicroStep { head_rows: Some(count), ..ALONE }, Some(HeadGradients::All))?;
             wait(dev, done)?;
         }
         Ok(())
@@ -67,7 +67,7 @@ impl Model {
             self.forward(run, module)?;
             after(run.dev())?;
         }
-        self.head(run.dev(), ALONE, true)?;
+        self.head(run.dev(), ALONE, Some(HeadGradients::All))?;
         for module in layers().rev().chain([Module::Embed]) {
             after(run.dev())?;
             self.backward(run, module, ALONE)?;

@@ -32,6 +32,7 @@ pub(crate) mod policy;
 pub(crate) mod presets;
 pub(crate) mod products;
 pub(crate) mod rope;
+pub(crate) mod segments;
 pub(crate) mod sequence;
 pub(crate) mod shape;
 mod shared_expert;
@@ -52,7 +53,7 @@ use shape::ModelShape;
 use std::ops::Range;
 use tensors::TensorTable;
 
-pub(crate) use head::MicroStep;
+pub(crate) use head::{HeadGradients, MicroStep};
 
 /// A model on a device: its weights, its gradients and the memory of one micro-batch. Names and offsets are resolved at construction; the
 /// passes only enqueue kernels and allocate nothing.
@@ -97,6 +98,26 @@ impl Model {
         }
         let head = flat.head();
         Ok(Self { shape, table, weights, grads, activations, embed, layers, head })
+    }
+
+    /// Where a segment that begins with `layer` reads the residual stream.
+    pub(crate) fn segment_input(&self, layer: usize) -> DeviceSlice {
+        self.activations.layers.get(layer).map_or(self.activations.final_norm_in, |layer| layer.input)
+    }
+
+    /// Where a segment leaves the residual stream after its last layer.
+    pub(crate) fn segment_output(&self) -> DeviceSlice {
+        self.activations.final_norm_in
+    }
+
+    /// The output of the final norm, which the output matrix multiplies.
+    pub(crate) fn hidden_states(&self) -> DeviceSlice {
+        self.activations.final_norm_out
+    }
+
+    /// The gradient of the residual stream. The backward pass of a segment reads it before its last layer and leaves it before its first.
+    pub(crate) fn residual_gradient(&self) -> DeviceSlice {
+        self.activations.dresidual
     }
 
     /// Gathers rows `ids` (int32) of the embedding's gradient into contiguous memory. The rows and their ids stay valid until the next

@@ -6,6 +6,7 @@
 
 use super::Model;
 use super::activation_arrays::{Activations, ExpertWork, LayerActivations, RoutedActivations};
+use super::expert_bounds::bounds_of;
 use super::head::MicroStep;
 use super::layer_shape::Moe;
 use super::params::{LayerParams, LinearParams, Param};
@@ -16,6 +17,7 @@ use crate::device::{
     RouterLogits, SegmentSums, Segments, Swiglu, Zero,
 };
 use crate::error::Result;
+use std::ops::Range;
 
 /// A layer with experts as its MLP.
 pub(super) struct MoeLayer<'a> {
@@ -31,6 +33,11 @@ pub(super) struct MoeLayer<'a> {
 }
 
 impl Model {
+    /// The part of the expert bounds that belongs to `layers`.
+    pub(crate) fn expert_bounds_of(&self, layers: Range<usize>) -> Range<usize> {
+        bounds_of(&self.shape, layers)
+    }
+
     /// Expert bounds of all layers for the last micro-batch, laid out as [`super::expert_bounds::expert_bounds`] describes; `None` without
     /// experts.
     pub(crate) fn expert_bounds(&self) -> Option<DeviceSlice> {

@@ -57,16 +57,28 @@ pub(super) struct LayerParts {
 }
 
 impl LayerParts {
-    /// Parts of `tokens` each. Layers for which `keeps` holds have their own part, layers for which `sends` holds alternate between `turns`
-    /// parts, all others share one part.
-    pub(super) fn new(layers: usize, tokens: usize, turns: usize, keeps: impl Fn(usize) -> bool, sends: impl Fn(usize) -> bool) -> Self {
-        let kept = (0..layers).filter(|l| keeps(*l)).count();
+    /// Parts of `tokens` each. Layers for which `keeps` holds have their own part in their segment, layers for which `sends` holds alternate
+    /// between `turns` parts, all others share one part. Segments begin with the layers `starts` and use the same parts.
+    pub(super) fn new(
+        layers: usize,
+        starts: &[usize],
+        (tokens, turns): (usize, usize),
+        keeps: impl Fn(usize) -> bool,
+        sends: impl Fn(usize) -> bool,
+    ) -> Self {
+        let ends = starts.iter().skip(1).copied().chain([layers]);
+        let kept = starts.iter().zip(ends).map(|(start, end)| (*start..end).filter(|l| keeps(*l)).count()).max().unwrap_or(0);
         let shared = kept + (0..layers).filter(|l| sends(*l)).count().min(turns);
         let (mut own, mut turn) = (0..kept, (kept..shared).cycle());
-        let part = |l: usize| match l {
-            l if keeps(l) => own.next(),
-            l if sends(l) => turn.next(),
-            _ => None,
+        let part = |l: usize| {
+            if starts.contains(&l) {
+                own = 0..kept;
+            }
+            match l {
+                l if keeps(l) => own.next(),
+                l if sends(l) => turn.next(),
+                _ => None,
+            }
         };
         Self { of_layers: (0..layers).map(part).map(|part| (part.unwrap_or(shared), tokens)).collect(), shared }
     }

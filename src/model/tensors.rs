@@ -289,6 +289,12 @@ impl TensorTable {
         self.longest_streamed[1]
     }
 
+    /// Elements of the longest layer.
+    pub(crate) fn longest_layer(&self) -> usize {
+        let layers = self.modules().filter(|module| matches!(module, Module::Layer(_)));
+        layers.map(|layer| self.module_range(layer).len()).max().unwrap_or(0)
+    }
+
     /// Every tensor, in flat order.
     pub fn specs(&self) -> &[TensorSpec] {
         &self.specs

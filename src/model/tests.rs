@@ -8,7 +8,7 @@ use super::policy::LayerPolicy::{self, Host, HostAttention, Keep, RecomputeBlock
 use super::rope::RopeTable;
 use super::shape::ModelShape;
 use super::tensors::{Module, TensorSpec, TensorTable};
-use super::{MicroStep, Model};
+use super::{HeadGradients, MicroStep, Model};
 use crate::data::rows::batch::{self, Batch};
 use crate::device::cpu::{CpuDevice, StreamOrder};
 use crate::device::{Device, DeviceSlice, Lease, RouterRule, SigmoidRule, Stream};
@@ -82,6 +82,7 @@ impl Harness {
             tile,
             mlp_tile,
             policies,
+            segments: &[0],
         };
         Self::of::<E>(micro_batch, schedule)
     }
@@ -162,7 +163,7 @@ impl Harness {
 
     fn train(&mut self, micro: MicroStep) {
         self.forward();
-        self.model.head(&mut self.dev, micro, true).unwrap();
+        self.model.head(&mut self.dev, micro, Some(HeadGradients::All)).unwrap();
         for module in self.model.table.modules().filter(|module| *module != Module::Head) {
             self.crowd();
             self.model.backward(&mut self.dev, module, micro).unwrap();
@@ -172,7 +173,7 @@ impl Harness {
     fn loss(&mut self) -> f32 {
         self.forward();
         let micro = whole(&self.model);
-        self.model.head(&mut self.dev, micro, false).unwrap();
+        self.model.head(&mut self.dev, micro, None).unwrap();
         self.download(self.model.activations.loss)[0]
     }
 
@@ -381,6 +382,7 @@ fn a_head_of_trained_rows_changes_nothing_but_rounding() {
                 tile: LossTile { rows, vocab, tail },
                 mlp_tile: None,
                 policies: &policies,
+                segments: &[0],
             };
             let mut harness = Harness::of::<f32>(micro_batch, StreamOrder::Adversary { seed: 1 });
             // Two micro-steps whose trained rows differ: the second one must not see gradients of the first one.
@@ -501,6 +503,7 @@ fn memory_of_experts_is_that_of_the_rows_of_all_tokens() {
         tile,
         mlp_tile: None,
         policies: &policies,
+        segments: &[0],
     };
     let plan = ActivationPlan::new(micro_batch).unwrap();
     let tokens = batch * seq_length;
@@ -622,6 +625,7 @@ fn scales_that_kernels_find_are_those_of_passes() {
             tile,
             mlp_tile: None,
             policies: &policies,
+            segments: &[0],
         };
         fp8::check(&shape, 4 * SEQ_LENGTH).unwrap();
         let mut harness = Harness::of::<half::bf16>(micro_batch, StreamOrder::Adversary { seed: seed as u64 });
@@ -664,6 +668,7 @@ fn a_model_refuses_slices_that_do_not_fit() {
             tile: ONE_TILE,
             mlp_tile: None,
             policies,
+            segments: &[0],
         };
         let plan = ActivationPlan::new(batch).unwrap();
         let activations = plan.allocate(&mut dev, &mut HostMemory::default(), &mut Lease::default()).unwrap();

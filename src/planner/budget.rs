@@ -17,6 +17,7 @@ use crate::model::head_rows;
 use crate::model::heads::SequenceRank;
 use crate::model::layer_shape::LayerShape;
 use crate::model::policy::LayerPolicy;
+use crate::model::segments::{BoundarySizes, LayerSegments};
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, TensorTable};
 use crate::optim::PIECE_ELEMS;
@@ -102,6 +103,8 @@ pub struct Rings {
     pub fully_sharded: bool,
     /// Gradient sums are stored next to the optimizer states of their buckets and pass through the device.
     pub sums_on_host: bool,
+    /// The ring of gradient sums, if segments of layers share their memory. Its elements are sums.
+    pub sums: Option<RingShape>,
 }
 
 /// All inputs of memory and time except the planner's choice.
@@ -110,6 +113,7 @@ pub(crate) struct Workload<'a> {
     pub(crate) recipe: &'a Recipe,
     pub(crate) site: &'a Site,
     pub(crate) protocol: &'a Protocol,
+    pub(crate) segments: &'a LayerSegments,
     /// Reusable host slots of each kind.
     pub slots: usize,
     /// Additional host memory for loading and saving, which steps do not need.
@@ -143,19 +147,54 @@ impl Workload<'_> {
     /// starts when its last gradient is written. `None` with gradient accumulation in place, without savings, or if the device shares the
     /// host's memory.
     pub(crate) fn grad_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
-        if self.recipe.step.micro_batches_each(self.recipe.step.shares) > 1 || self.site.machine.device == DeviceMemory::Shared {
+        if self.site.machine.device == DeviceMemory::Shared {
+            return None;
+        }
+        if !self.segments.is_whole() {
+            return self.segment_grad_ring(layout, table);
+        }
+        if self.recipe.step.micro_batches_each(self.recipe.step.shares) > 1 {
             return None;
         }
         let module_elems_max = table.longest_streamed_module();
         let limit = if self.site.ranks == 1 { layout.offloaded_elems() } else { layout.flat_elems() };
         let leaving = RING_BUCKETS * layout.bucket_elems();
         let leaving = if self.site.ranks == 1 { leaving } else { leaving.max(module_elems_max) };
-        self.ring(limit, table, module_elems_max + leaving)
+        self.ring(limit.min(table.module_range(Module::Embed).start), module_elems_max + leaving, self.recipe.numerics.dtype)
     }
 
-    /// Whether gradient sums can be stored on the host: there are sums, on a single device with its own memory.
+    /// The gradient ring of segments: the longest segment, whose gradients are complete with its last micro-batch, and the buckets that are
+    /// being copied to the host. It includes the embeddings, because their gradient is written in the first segment alone. `None` without
+    /// savings.
+    pub(crate) fn segment_grad_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
+        let longest = self.longest_segment(table, table.flat_elems()) + RING_BUCKETS * layout.bucket_elems();
+        self.ring(layout.offloaded_elems(), longest, self.recipe.numerics.dtype)
+    }
+
+    /// The ring of gradient sums, which holds the sums of the longest segment. `None` if layers are one segment, or without sums or savings.
+    pub(crate) fn sum_ring(&self, table: &TensorTable) -> Option<RingShape> {
+        if self.segments.is_whole() {
+            return None;
+        }
+        let each = kept_sums((self.recipe.step.shares, self.recipe.step.group), self.site.ranks);
+        self.ring(table.flat_elems() * each, self.longest_segment(table, table.flat_elems()) * each, Dtype::Float32)
+    }
+
+    /// Elements of the longest segment within the first `limit` elements of the flat order.
+    fn longest_segment(&self, table: &TensorTable, limit: usize) -> usize {
+        let ranges = (0..self.segments.count()).map(|segment| self.segments.flat_range(segment, table));
+        ranges.map(|range| range.end.min(limit) - range.start.min(limit)).max().unwrap_or(0)
+    }
+
+    /// Memory of the residual stream between segments of layers.
+    pub(crate) fn boundaries(&self) -> BoundarySizes {
+        let StepShape { micro_batches, .. } = self.recipe.step;
+        self.segments.boundaries(micro_batches, self.recipe.step.tokens_of_rank() * self.shape().channels, self.shape().tied)
+    }
+
+    /// Whether gradient sums can be stored on the host: there are sums of the whole model, on a single device with its own memory.
     pub(super) fn may_sum_on_host(&self) -> bool {
-        self.recipe.step.shares > 1 && self.site.ranks == 1 && self.site.machine.device != DeviceMemory::Shared
+        self.recipe.step.shares > 1 && self.site.ranks == 1 && self.site.machine.device != DeviceMemory::Shared && self.segments.is_whole()
     }
 
     /// The weight ring, which holds a module and the next one: of offloaded buckets if weights stream from the host, of all buckets if they
@@ -163,14 +202,20 @@ impl Workload<'_> {
     pub(crate) fn weight_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
         // Slices of other ranks are stored on their devices, even those of offloaded buckets.
         let limit = if self.site.ranks == 1 { layout.offloaded_elems() } else { layout.flat_elems() };
-        self.ring(limit, table, table.longest_streamed_pair())
+        let limit = limit.min(table.module_range(Module::Embed).start);
+        let elems = match self.segments.is_whole() {
+            true => table.longest_streamed_pair(),
+            // While the last micro-batch of a segment is computed, the next segment arrives layer by layer.
+            false => self.longest_segment(table, limit) + table.longest_layer(),
+        };
+        self.ring(limit, elems, self.recipe.numerics.dtype)
     }
 
-    /// A ring of the flat range up to the embeddings. Tied embeddings are also the output matrix and hold its gradient during the whole
-    /// backward pass. Paged buckets stay outside, too: the device steps them, and their gradients stay until the verdict.
-    fn ring(&self, limit: usize, table: &TensorTable, elems_min: usize) -> Option<RingShape> {
-        let grain = self.site.machine.kind.ring_grain_bytes() / self.recipe.numerics.dtype.bytes();
-        let end = limit.min(table.module_range(Module::Embed).start);
+    /// A ring of the first `end` elements in flat order, of at least `elems_min` elements. Tied embeddings stay outside: they are also the
+    /// output matrix and hold its gradient during the whole backward pass. Paged buckets stay outside, too: the device steps them, and their
+    /// gradients stay until the verdict.
+    fn ring(&self, end: usize, elems_min: usize, dtype: Dtype) -> Option<RingShape> {
+        let grain = self.site.machine.kind.ring_grain_bytes() / dtype.bytes();
         let (ringed_elems, period_elems) = (end / grain * grain, elems_min.next_multiple_of(grain));
         (ringed_elems > period_elems).then_some(RingShape { ringed_elems, period_elems })
     }
@@ -195,6 +240,7 @@ impl Workload<'_> {
             tile,
             mlp_tile,
             policies,
+            segments: self.segments.starts(),
         })
     }
 
@@ -224,13 +270,18 @@ impl Workload<'_> {
         let params_name = if rings.weights.is_some() && ranks == 1 { "streamed weights" } else { "parameter slots" };
         let sum_bytes = 4 * kept_sums((self.recipe.step.shares, self.recipe.step.group), ranks);
         let [summed_there, passing] = host_sums(layout, rings.sums_on_host);
+        let device_sums = match rings.sums {
+            Some(ring) => self.site.machine.kind.flat_bytes(flat * sum_bytes / 4, Dtype::Float32, Some(ring)),
+            None => (owned - summed_there) * sum_bytes,
+        };
+        let (boundaries, width) = (self.boundaries(), self.recipe.numerics.dtype.bytes());
         let pulled = (ranks - 1) * longest * self.recipe.numerics.dtype.bytes();
         let mut classes = vec![
             class("weights", MemorySpace::Device, flat_bytes(rings.weights)),
             class("weight slices", MemorySpace::Device, shard_elems * self.recipe.numerics.dtype.bytes()),
             class("gradients", MemorySpace::Device, flat_bytes(rings.grads)),
             class("gradient slices", MemorySpace::Device, kept_elems * self.recipe.numerics.dtype.bytes()),
-            class("gradient sums", MemorySpace::Device, (owned - summed_there) * sum_bytes),
+            class("gradient sums", MemorySpace::Device, device_sums),
             class("passing sums", MemorySpace::Device, passing * sum_bytes),
             class("peers' gradients", MemorySpace::Device, pulled),
             class("NCCL's buffers", MemorySpace::Device, if self.site.by_nccl { ranks * gpu::NCCL_BYTES } else { 0 }),
@@ -238,6 +289,7 @@ impl Workload<'_> {
             class("paged states here", MemorySpace::Device, self.paged_window_bytes(layout)),
             class("cast staging", MemorySpace::Device, staging),
             class("activations", MemorySpace::Device, ranks * activations.device_bytes().0 as usize),
+            class("segment boundaries", MemorySpace::Device, boundaries.device_elems() * width),
             class("norm partials", MemorySpace::Device, owned / BLOCK * 4 + ranks * 4),
             class("offloaded p, m, v", MemorySpace::Host, arrays.bytes(offloaded)),
             class("paged p, m, v", MemorySpace::Host, arrays.bytes(paged)),
@@ -245,6 +297,7 @@ impl Workload<'_> {
             class("gradients' sums", MemorySpace::Host, summed_there * sum_bytes),
             class(params_name, MemorySpace::Host, self.param_slots(layout, rings) * slot_bytes),
             class("kept activations", MemorySpace::Host, ranks * activations.host_bytes().0 as usize),
+            class("kept boundaries", MemorySpace::Host, boundaries.host_elems() * width),
             class("batches, norm", MemorySpace::Host, self.driver_bytes(layout)),
             class("exchange", MemorySpace::Host, self.counter_bytes(layout)),
             class("slices under way", MemorySpace::Host, self.under_way_bytes(slices().map(|own| own.slice_elems()).max().unwrap_or(0))),

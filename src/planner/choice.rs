@@ -228,6 +228,7 @@ impl Planner<'_> {
             weights,
             fully_sharded: weights.is_some() && use_rings.weights == WeightPlacement::FullySharded,
             sums_on_host: use_rings.sums_on_host && layout.offloaded() > 0,
+            sums: self.workload.sum_ring(self.table),
         }
     }
 
@@ -278,6 +279,9 @@ impl Planner<'_> {
         if let Some(policy) = self.permitted.activations.policy() {
             return vec![vec![policy; layers]];
         }
+        if !self.workload.segments.is_whole() {
+            return self.mixes_in_segments();
+        }
         let split = |first, last| move |at: usize| [vec![first; at], vec![last; layers - at]].concat();
         let cheap = splits(layers).rev().map(split(Keep, RecomputeCheap));
         let block = splits(layers).rev().skip(1).map(split(RecomputeCheap, RecomputeBlock));
@@ -290,6 +294,22 @@ impl Planner<'_> {
         // For hosts that cannot hold the attention outputs of all layers.
         let both = splits(layers).skip(1).rev().skip(1).rev().map(split(Host, HostAttention));
         mixes.chain(attention).chain(both).collect()
+    }
+
+    /// Candidate policies of layers in segments, the fastest first. All segments use the same memory, so the policy of a layer depends on its
+    /// place in its segment. Inputs of layers stay on the device.
+    fn mixes_in_segments(&self) -> Vec<Vec<LayerPolicy>> {
+        use LayerPolicy::{Keep, RecomputeBlock, RecomputeCheap};
+        let segments = self.workload.segments;
+        let longest = (0..segments.count()).map(|segment| segments.layers(segment).len()).max().unwrap_or(0);
+        let split = |first, last| {
+            move |at: usize| {
+                let of = |segment: usize| (0..segments.layers(segment).len()).map(move |place| if place < at { first } else { last });
+                (0..segments.count()).flat_map(of).collect::<Vec<_>>()
+            }
+        };
+        let cheap = (0..=longest).rev().map(split(Keep, RecomputeCheap));
+        cheap.chain((0..longest).rev().map(split(RecomputeCheap, RecomputeBlock))).collect()
     }
 
     /// Tiles of the loss: the usual one, then smaller ones for plans that do not fit.

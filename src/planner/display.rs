@@ -9,6 +9,7 @@ use crate::model::policy::LayerPolicy;
 use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
 use crate::optim::split::Masters;
+use crate::request::choices::LayerOrder;
 use crate::units::{Bytes, counted};
 use clap::ValueEnum;
 use std::fmt;
@@ -64,6 +65,7 @@ impl Plan {
             counted(self.tokens_per_step(), "token"),
             self.recipe.numerics.loss_tile
         )?;
+        self.write_order(f)?;
         if let Some([fewest, most]) = self.uneven_heads() {
             writeln!(
                 f,
@@ -96,6 +98,19 @@ impl Plan {
         Ok(())
     }
 
+    /// Writes the segments of layers, if there are several.
+    fn write_order(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let LayerOrder::Segments { layers, turn } = self.layer_order() else { return Ok(()) };
+        let below = counted(self.placement.segments.count() - 1, "segment");
+        let kept = Bytes((self.boundaries().host_elems() * self.recipe.numerics.dtype.bytes()) as u64);
+        writeln!(
+            f,
+            "  order       {below} of {} and a last one of {turn}, each for all micro-batches before the next; {kept} of their inputs are kept \
+             in host memory",
+            counted(layers, "layer")
+        )
+    }
+
     /// Writes the locations of states, weights and sums, and the streams between them.
     fn write_buckets(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let layout = &self.placement.layout;
@@ -125,13 +140,14 @@ impl Plan {
         }
         if let Some(RingShape { ringed_elems, period_elems }) = self.placement.rings.weights {
             let [streamed, ring] = [ringed_elems, period_elems].map(|elems| Bytes((elems * self.recipe.numerics.dtype.bytes()) as u64));
+            let each = if self.placement.segments.is_whole() { "" } else { " once a step" };
             let from = match self.site.processes {
                 _ if self.streams_from_host() => "host memory",
                 1 => "the slices of all GPUs",
                 _ if self.placement.rings.fully_sharded => "the slices of all GPUs, those of other processes over the network",
                 _ => "the slices that the GPUs of each process have",
             };
-            writeln!(f, "  weights     {streamed} stream from {from} through a ring of {ring}, forward and backward")?;
+            writeln!(f, "  weights     {streamed} stream from {from} through a ring of {ring}, forward and backward{each}")?;
         }
         if self.placement.rings.sums_on_host {
             let summed = Bytes((4 * layout.offloaded_elems()) as u64);

@@ -45,6 +45,9 @@ fn obstacle(workload: &Workload<'_>) -> Option<&'static str> {
         Workload { site: Site { ranks: 2.., .. }, .. } => {
             Some("cannot be combined with several --gpus: a gradient is complete only after all GPUs have added their parts")
         }
+        Workload { segments, .. } if !segments.is_whole() => {
+            Some("cannot be combined with --layer-order segments: the output matrix's gradient is computed with the first segment's")
+        }
         Workload { recipe, .. } if recipe.step.shares > 1 => {
             Some("cannot be combined with several --gradient-shares: a gradient is complete only after all shares are added")
         }

@@ -10,6 +10,7 @@ mod early;
 mod experts;
 pub(crate) mod forecast;
 pub(crate) mod machine;
+mod order;
 mod passes;
 pub(crate) mod peer_traffic;
 pub(crate) mod placement;

@@ -50,6 +50,11 @@ impl PassTimes {
         })
     }
 
+    /// Additional seconds of a layer that runs forward a second time.
+    pub(super) fn block_s(&self) -> f64 {
+        self.block_s
+    }
+
     pub(super) fn attends_long(&self) -> bool {
         self.attention_s > LONG_ATTENTION * self.block_s
     }

@@ -4,6 +4,7 @@
 use super::budget::Rings;
 use crate::bucket::layout::BucketLayout;
 use crate::model::policy::LayerPolicy;
+use crate::model::segments::LayerSegments;
 
 /// Places of all arrays of a run.
 #[derive(Clone, Debug)]
@@ -20,6 +21,8 @@ pub struct Placement {
     pub save_copies: SaveCopies,
     /// Activations that each layer keeps for its backward pass.
     pub layer_policies: Vec<LayerPolicy>,
+    /// Segments of layers, which determine the order of a step's micro-batches.
+    pub segments: LayerSegments,
 }
 
 /// Copies of states that wait to be saved, each of a bucket.

@@ -12,13 +12,14 @@ use crate::host::memory_policy::MemoryPolicy;
 use crate::model::activations::MicroBatch;
 use crate::model::head_rows;
 use crate::model::heads::{self, SequenceRank};
+use crate::model::segments::BoundarySizes;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::clip::ClipRule;
 use crate::optim::optimizer::Optimizer;
 use crate::ranks::progress::CounterSizes;
 use crate::recipe::{Numerics, Recipe, StepShape};
-use crate::request::choices::CastSide;
+use crate::request::choices::{CastSide, LayerOrder};
 use crate::request::cut::StepSplit;
 use crate::request::wanted::Wanted;
 use crate::request::{KernelChoices, Request};
@@ -118,6 +119,12 @@ impl Plan {
         Self { recipe, ..self.clone() }
     }
 
+    /// Memory of the residual stream between segments of layers.
+    pub(crate) fn boundaries(&self) -> BoundarySizes {
+        let elems = self.recipe.step.tokens_of_rank() * self.recipe.model.channels;
+        self.placement.segments.boundaries(self.micro_batches_of_rank(), elems, self.recipe.model.tied)
+    }
+
     /// fp32 sums kept per element between two rounds.
     pub(crate) fn kept_sums(&self) -> usize {
         kept_sums((self.recipe.step.shares, self.recipe.step.group), self.site.ranks)
@@ -169,9 +176,19 @@ impl Plan {
             threads: Some(self.site.threads),
             cast: if self.device_casts() { CastSide::Device } else { CastSide::Host },
             without: self.protocol.techniques.off(),
+            layer_order: self.layer_order(),
             ..request.wanted.clone()
         };
         Request { kernels, wanted, ..request.clone() }
+    }
+
+    /// The order of the segments.
+    pub(crate) fn layer_order(&self) -> LayerOrder {
+        let segments = &self.placement.segments;
+        match segments.count().checked_sub(2) {
+            None => LayerOrder::Whole,
+            Some(below) => LayerOrder::Segments { layers: segments.layers(below).len(), turn: segments.layers(below + 1).len() },
+        }
     }
 
     /// Dimensions of the progress counters of its ranks.
@@ -197,7 +214,20 @@ impl Plan {
         let StepShape { micro_batch: batch, seq_length, sequence_ranks, .. } = self.recipe.step;
         let Numerics { dtype, fp8, head_rows, loss_tile: tile, mlp_tile, .. } = self.recipe.numerics;
         let (separates_documents, policies) = (self.recipe.separates_documents(), &self.placement.layer_policies);
-        MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, head_rows, tile, mlp_tile, policies }
+        MicroBatch {
+            shape,
+            batch,
+            seq_length,
+            sequence_ranks,
+            separates_documents,
+            dtype,
+            fp8,
+            head_rows,
+            tile,
+            mlp_tile,
+            policies,
+            segments: self.placement.segments.starts(),
+        }
     }
 
     /// Buckets of which every rank stores only its slice of the weights.

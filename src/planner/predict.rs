@@ -88,9 +88,10 @@ impl<'a> Predictor<'a> {
         let offloaded = layout.offloaded_elems() as f64 / ranks;
         let state_bytes = self.workload.recipe.numerics.moments.arrays().bytes_per_elem();
         let on_device = [Tier::Device, Tier::Unified].map(|tier| layout.elems_in(tier).len() as f64 / ranks * self.adam_bytes(tier));
-        let passes_s = accum * self.passes.micro_step_s(policies) + self.sums_s(layout.flat_elems());
+        let passes_s = accum * (self.passes.micro_step_s(policies) + self.second_forward_s()) + self.sums_s(layout.flat_elems());
         let adam_s = on_device.iter().sum::<f64>() / rates.device_bytes_per_s;
-        let kept_s = accum * activations.host_bytes().0 as f64 / rates.both_ways_bytes_per_s;
+        let kept_bytes = accum * activations.host_bytes().0 as f64 + self.boundary_bytes();
+        let kept_s = kept_bytes / rates.both_ways_bytes_per_s;
         if layout.away() == Tier::Unified {
             // States are paged while the optimizer runs, when nothing else uses the link.
             let paged = layout.elems_in(Tier::Unified).len() as f64 / ranks;
@@ -105,7 +106,8 @@ impl<'a> Predictor<'a> {
                 validated_s: step_s,
             };
         }
-        // Both directions carry equally many bytes, unless weights are streamed in both passes of every micro-batch.
+        // Both directions carry equally many bytes, unless weights are streamed in both passes of every micro-batch, or of a step of segments.
+        let passes = if self.workload.segments.is_whole() { 2.0 * accum } else { 2.0 };
         let streamed = rings.weights.filter(|_| self.workload.site.ranks == 1).map_or(0.0, |ring| ring.ringed_elems as f64);
         let peer_traffic = PeerTraffic::of(self.workload, self.table, rings);
         let (near_s, far_s) = (peer_traffic.near_s(rates), peer_traffic.far_s(rates));
@@ -117,7 +119,7 @@ impl<'a> Predictor<'a> {
         // Transfers through host memory are two consecutive hops.
         let hops_s = if peer_traffic.by_nccl { 0.0 } else { 2.0 * peer_traffic.inter_node as f64 / rates.both_ways_bytes_per_s };
         let beside_peers_s = hops_s + if rates.peer_route == PeerRoute::Own { 0.0 } else { near_s };
-        let (out_s, link_s) = (crossing_s(offloaded), crossing_s(offloaded + (2.0 * accum - 1.0) * streamed) + beside_peers_s);
+        let (out_s, link_s) = (crossing_s(offloaded), crossing_s(offloaded + (passes - 1.0) * streamed) + beside_peers_s);
         let pass_link_s = out_s.max(link_s / 2.0);
         // Copies in both directions slow down everything else.
         let beside_copies = |alone_s: f64, fraction: f64| alone_s + link_s.min(alone_s) * (1.0 / fraction - 1.0);
@@ -136,6 +138,18 @@ impl<'a> Predictor<'a> {
         let stalled_s = if rings.grads.is_some() { (POOL_DOUBT * deferred_s - backward_s).max(sums_s - backward_s).max(0.0) } else { 0.0 };
         let step_s = (device_s + stalled_s).max(deferred_s).max(link_s).max(peers_s) + start_up_s;
         Prediction { device_s, pool_s: deferred_s, link_s, peers_s, step_s, validated_s }
+    }
+
+    /// Seconds in which the layers below the turn run forward a second time for a micro-batch.
+    fn second_forward_s(&self) -> f64 {
+        let segments = self.workload.segments;
+        let layers: usize = (0..segments.count() - 1).map(|segment| segments.layers(segment).len()).sum();
+        layers as f64 * self.passes.block_s()
+    }
+
+    /// Bytes of the inputs of segments that go to the host and return, in each direction.
+    fn boundary_bytes(&self) -> f64 {
+        (self.workload.boundaries().host_elems() * self.workload.recipe.numerics.dtype.bytes()) as f64
     }
 
     /// Seconds from the last gradient to usable weights: one bucket is copied out, stepped and copied back.

@@ -7,6 +7,7 @@ use super::early::{check_early, early_table};
 use super::experts::ExpertEngine;
 use super::forecast::Forecast;
 use super::machine::Machine;
+use super::order;
 use super::peer_traffic::PeerTraffic;
 use super::placement::{Placement, SaveCopies};
 use super::plan::Plan;
@@ -58,7 +59,8 @@ impl Plan {
         let recipe = recipe(request, &protocol, (machine.kind, expert_engine.by))?;
         let site = site(request, techniques, &machine.clone().attending_by(recipe.numerics.attention), (expert_engine, trace))?;
         let (slots, transient_bytes) = (request.wanted.slots.unwrap_or(SLOTS), transient_bytes(&table));
-        let workload = Workload { recipe: &recipe, site: &site, protocol: &protocol, slots, transient_bytes };
+        let segments = order::segments(request)?;
+        let workload = Workload { recipe: &recipe, site: &site, protocol: &protocol, segments: &segments, slots, transient_bytes };
         let permitted = permitted(request, techniques)?;
         let cut = cut(request, &table, recipe.numerics.dtype).with_early(early_table(request.early_rows, &workload, &table)?);
         check_ranks(request, &cut)?;
@@ -75,6 +77,7 @@ impl Plan {
             param_slots: workload.param_slots(&choice.layout, choice.rings),
             layout: choice.layout,
             layer_policies: choice.policies,
+            segments: segments.clone(),
         };
         let forecast = Forecast {
             memory: choice.memory,

@@ -257,6 +257,59 @@ impl fmt::Display for ResidentBuckets {
     }
 }
 
+/// Order in which a step of several micro-batches goes through the layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayerOrder {
+    /// The plan decides.
+    Auto,
+    /// One micro-batch after the other through all layers.
+    Whole,
+    /// All micro-batches through a segment of layers before the next segment.
+    Segments {
+        /// Layers of a segment.
+        layers: usize,
+        /// Last layers, which run forward and backward at once.
+        turn: usize,
+    },
+}
+
+impl fmt::Display for LayerOrder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Whole => f.write_str("whole"),
+            Self::Segments { layers, turn } => write!(f, "segments:{layers},{turn}"),
+        }
+    }
+}
+
+impl serde::Serialize for LayerOrder {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl FromStr for LayerOrder {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let segments = |numbers: &str| {
+            let (layers, turn) = numbers.split_once(',')?;
+            let [layers, turn] = [layers.parse().ok().filter(|layers| *layers > 0)?, turn.parse().ok()?];
+            Some(Self::Segments { layers, turn })
+        };
+        match text {
+            "auto" => Ok(Self::Auto),
+            "whole" => Ok(Self::Whole),
+            text => text.strip_prefix("segments:").and_then(segments).ok_or_else(|| {
+                "expected `auto`, `whole` or `segments:LAYERS,TURN`, such as `segments:2,5` for segments of 2 layers and 5 last layers that \
+                 run forward and backward at once"
+                    .to_string()
+            }),
+        }
+    }
+}
+
 /// Host memory for copies of states that wait to be saved while training goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]

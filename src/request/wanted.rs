@@ -1,6 +1,6 @@
 //! The part of a request that search and replanning vary.
 
-use super::choices::{ActivationsChoice, CastSide, MastersChoice, ResidentBuckets, Technique, WeightsChoice};
+use super::choices::{ActivationsChoice, CastSide, LayerOrder, MastersChoice, ResidentBuckets, Technique, WeightsChoice};
 use super::cut::StepSplit;
 use crate::describe::{flag, value};
 use serde_json::Value;
@@ -15,6 +15,8 @@ pub struct Wanted {
     pub activations: ActivationsChoice,
     /// Placement of layer weights.
     pub weights: WeightsChoice,
+    /// Order in which a step goes through layers and micro-batches.
+    pub layer_order: LayerOrder,
     /// Tail buckets with their optimizer states on the device.
     pub resident_buckets: ResidentBuckets,
     /// Storage of these buckets' master weights.
@@ -39,14 +41,15 @@ impl Wanted {
     }
 
     /// All choices, the most important first.
-    fn values(&self) -> [(&'static str, Value); 11] {
-        let Self { split, activations, weights, resident_buckets, masters, bucket_mib, cast, threads, slots, without } = self;
+    fn values(&self) -> [(&'static str, Value); 12] {
+        let Self { split, activations, weights, layer_order, resident_buckets, masters, bucket_mib, cast, threads, slots, without } = self;
         let StepSplit { micro_batch, accumulation } = split;
         [
             ("per_device_train_batch_size", value(micro_batch)),
             ("gradient_accumulation_steps", value(accumulation)),
             ("activations", value(activations)),
             ("weights", value(weights)),
+            ("layer_order", value(layer_order)),
             ("resident_buckets", value(resident_buckets)),
             ("masters", value(masters)),
             ("bucket_mib", value(bucket_mib)),

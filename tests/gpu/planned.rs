@@ -6,11 +6,12 @@ use superoffload::internals::engine::Engine;
 use superoffload::internals::model::ActivationPlan;
 
 /// Names of device allocations, and the classes that count them. Activations have the names of their own plan.
-const ON_DEVICE: [(&str, &str); 22] = [
+const ON_DEVICE: [(&str, &str); 23] = [
     ("weights", "weights"),
     ("gradients", "gradients"),
     ("gradient sums", "gradient sums"),
     ("passing sums", "passing sums"),
+    ("segment boundaries", "segment boundaries"),
     ("weight slices", "weight slices"),
     ("gradient slices", "gradient slices"),
     ("peers' gradients", "peers' gradients"),
@@ -31,7 +32,7 @@ const ON_DEVICE: [(&str, &str); 22] = [
     ("matrix workspace", "matrix workspace"),
 ];
 
-const ON_HOST: [(&str, &str); 16] = [
+const ON_HOST: [(&str, &str); 17] = [
     ("parameters", "offloaded p, m, v"),
     ("m", "offloaded p, m, v"),
     ("v", "offloaded p, m, v"),
@@ -41,6 +42,7 @@ const ON_HOST: [(&str, &str); 16] = [
     ("layers.input", "kept activations"),
     ("layers.attn_out", "kept activations"),
     ("layers.lse", "kept activations"),
+    ("kept boundaries", "kept boundaries"),
     ("batches", "batches, norm"),
     ("norm partials", "batches, norm"),
     ("non-finite flag", "batches, norm"),
@@ -94,7 +96,8 @@ pub fn check<D: Kernels>(engine: &Engine<D>, on: DeviceKind) -> Result<(), Strin
         if NOT_TAKEN.contains(&class.name) || own.iter().any(|own| own.name == class.name) {
             continue;
         }
-        let ring = [("weights", plan.placement.rings.weights), ("gradients", plan.placement.rings.grads)]
+        let rings = plan.placement.rings;
+        let ring = [("weights", rings.weights), ("gradients", rings.grads), ("gradient sums", rings.sums)]
             .iter()
             .any(|(name, ring)| *name == class.name && ring.is_some());
         let rounded = if ring && on != plan.site.machine.kind { plan.site.ranks * RING_CHUNK_BYTES } else { 1 };

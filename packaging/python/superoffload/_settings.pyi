@@ -150,6 +150,8 @@ class Settings(TypedDict, total=False):
     """Compute threads, and as many optimizer threads [default: one for each core]."""
     bucket_mib: float
     """Size of a bucket in MiB of 16-bit parameters [default: the plan decides]."""
+    layer_order: str | int | float
+    """Order of layers and micro-batches; with segments fewer bytes cross the link [default: auto]."""
     resident_buckets: str | int | float
     """Tail buckets with their optimizer states on the device [default: auto]."""
     activations: Literal["auto", "keep", "recompute-cheap", "recompute-block", "host-attention", "host"]

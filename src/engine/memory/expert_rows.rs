@@ -45,6 +45,23 @@ impl ExpertRows {
         dev.copy_d2h(Stream::Compute, bounds, self.host_bounds.slice(micro_step * self.micro_batch_bytes, self.micro_batch_bytes))
     }
 
+    /// Like [`Self::copy`], for a part of the bounds.
+    pub(in crate::engine) fn copy_part<D: Device>(
+        &self,
+        dev: &mut D,
+        bounds: DeviceSlice,
+        micro_step: usize,
+        part: Range<usize>,
+    ) -> Result<()> {
+        let host = self.host_bounds.slice(micro_step * self.micro_batch_bytes + 4 * part.start, 4 * part.len());
+        dev.copy_d2h(Stream::Compute, bounds.slice(part.start, part.len()), host)
+    }
+
+    /// Enqueues the copy of the bounds of micro-batch `micro_step` back to the device.
+    pub(in crate::engine) fn restore<D: Device>(&self, dev: &mut D, bounds: DeviceSlice, micro_step: usize) -> Result<()> {
+        dev.copy_h2d(Stream::Compute, self.host_bounds.slice(micro_step * self.micro_batch_bytes, self.micro_batch_bytes), bounds)
+    }
+
     /// Adds the micro-batches of this rank, once all copies have arrived.
     pub(in crate::engine) fn count(&mut self, host: &HostMemory) {
         self.rows.fill(0);

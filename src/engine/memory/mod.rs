@@ -1,6 +1,7 @@
 //! Memory of one rank: optimizer state, scratch memory of the plan, streamed weights, and small buffers of the driver.
 
 pub(super) mod bounce_buffer;
+pub(super) mod boundaries;
 mod device_state;
 pub(crate) mod expert_rows;
 pub(super) mod permanent;

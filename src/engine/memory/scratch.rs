@@ -1,6 +1,7 @@
 //! Memory that depends on the plan and holds nothing between two steps: gradients, activations and slots. Another plan allocates it anew.
 
 use super::bounce_buffer::BounceBuffer;
+use super::boundaries::Boundaries;
 use super::weight_flow::{Source, WeightFlow};
 use crate::bucket::layout::Tier;
 use crate::bucket::slices::Slices;
@@ -32,6 +33,8 @@ pub(in crate::engine) struct StepScratch {
     /// fp32 staging buffers for one bucket in each direction, if the device casts.
     pub(in crate::engine) staging_d2h: DeviceSlice,
     pub(in crate::engine) staging_h2d: DeviceSlice,
+    /// The residual stream between segments of layers.
+    pub(in crate::engine) boundaries: Boundaries,
     /// Late rows, if buckets leave early.
     pub(in crate::engine) rows: Option<LateRows>,
     lease: Lease,
@@ -84,8 +87,9 @@ impl StepScratch {
         let flow = plan.placement.rings.weights.map(|ring| WeightFlow::new(dev, &table, ring, source, (weights, spare))).transpose()?;
         let tokens = plan.recipe.step.micro_batch * plan.recipe.step.seq_length;
         let rows = LateRows::take(&plan.placement.layout, (shape, &table), tokens, (dev, host), lease)?;
+        let boundaries = Boundaries::new(plan, (dev, host), lease)?;
         let model = Arc::new(Model::new(shape.clone(), weights, grads, activations)?);
-        Ok((Self { step, copies, pinned_copies: None, staging_d2h, staging_h2d, rows, lease: Lease::default() }, model, flow))
+        Ok((Self { step, copies, pinned_copies: None, staging_d2h, staging_h2d, boundaries, rows, lease: Lease::default() }, model, flow))
     }
 
     /// Frees all of the memory. It must not be used afterwards.

@@ -192,6 +192,11 @@ impl WeightFlow {
         Ok(true)
     }
 
+    /// Whether a copy of `module` overwrites the weights of a module that is `needed`.
+    pub(in crate::engine) fn overwrites(&self, module: usize, needed: impl Fn(usize) -> bool) -> bool {
+        self.weight_ring.in_the_way(module).any(needed)
+    }
+
     /// Whether `module` is present or can be fetched without overwriting usable weights.
     pub(in crate::engine) fn has_capacity(&self, module: usize) -> bool {
         self.weight_ring.has_capacity(module)

@@ -69,7 +69,13 @@ impl SumMemory {
         Ok(Self {
             each,
             on_host: lease.alloc_pinned((dev, host), "gradient sums", elems * 4, place_elems.min(elems) * 4)?,
-            on_device: lease.alloc(dev, "gradient sums", plan.placement.layout.flat_elems() * each - elems, Dtype::Float32)?,
+            on_device: lease.alloc_flat(
+                dev,
+                "gradient sums",
+                plan.placement.layout.flat_elems() * each - elems,
+                Dtype::Float32,
+                plan.placement.rings.sums,
+            )?,
             passing: lease.alloc(dev, "passing sums", passing, Dtype::Float32)?,
             place_elems,
             on_host_buckets: if plan.placement.rings.sums_on_host { plan.placement.layout.offloaded() } else { 0 },
@@ -123,11 +129,24 @@ impl PartialSums {
         range: &Range<usize>,
         partial_sum: usize,
     ) -> Result<()> {
-        let (host_elems, place) = (self.memory.host_elems(), self.memory.place_of(range));
-        if place.start < host_elems {
+        let place = self.memory.place_of(range);
+        if place.start < self.memory.host_elems() {
             return self.pass(dev, grads, bucket, &place, partial_sum);
         }
-        self.sum(dev, Stream::Compute, grads, self.memory.on_device.slice(place.start - host_elems, place.len()), partial_sum)
+        self.add_range(dev, grads, range, partial_sum)
+    }
+
+    /// Like [`Self::add`], for a `range` whose sums are on the device. A range is the same for all partial sums.
+    pub(in crate::engine) fn add_range<D: Kernels>(
+        &self,
+        dev: &mut D,
+        grads: DeviceSlice,
+        range: &Range<usize>,
+        partial_sum: usize,
+    ) -> Result<()> {
+        let place = self.memory.place_of(range);
+        let sums = self.memory.on_device.slice(place.start - self.memory.host_elems(), place.len());
+        self.sum(dev, Stream::Compute, grads, sums, partial_sum)
     }
 
     fn sum<D: Kernels>(&self, dev: &mut D, stream: Stream, grads: DeviceSlice, sums: DeviceSlice, partial_sum: usize) -> Result<()> {

@@ -17,6 +17,12 @@ pub(crate) trait GradientPort<D: Kernels> {
     /// step. Over NCCL it waits until the local ranks have written the gradients that must be exchanged first.
     fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool>;
 
+    /// The gradient of a partial sum is enqueued for `range`, in the flat `grads`, and is added to the sums of the range; after the last
+    /// partial sum their sum replaces it. Only a single rank takes parts of buckets.
+    fn sum_range(&mut self, _dev: &mut D, _grads: DeviceSlice, _range: &Range<usize>, _partial_sum: usize) -> Result<()> {
+        Ok(())
+    }
+
     /// Enqueues the sums with all parts available. Returns a bucket when its gradient of the whole step is enqueued.
     fn poll(&mut self, _dev: &mut D, _grads: DeviceSlice) -> Result<Option<usize>> {
         Ok(None)

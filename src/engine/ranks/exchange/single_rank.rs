@@ -10,6 +10,7 @@ use crate::optim::norm;
 use crate::planner::plan::Plan;
 use crate::ranks::progress::StepOutcome;
 use crate::units::NormSq;
+use std::ops::Range;
 
 /// Exchange of one device: its slices are the whole buckets, and it has no peers.
 #[derive(Debug)]
@@ -58,6 +59,11 @@ impl<D: Kernels> GradientPort<D> for SingleRank {
             self.partial_sum = (partial_sum + 1) % self.partial_sums;
         }
         Ok(last)
+    }
+
+    fn sum_range(&mut self, dev: &mut D, grads: DeviceSlice, range: &Range<usize>, partial_sum: usize) -> Result<()> {
+        let grads = grads.slice(range.start, range.len());
+        self.sums.as_ref().map_or(Ok(()), |sums| sums.add_range(dev, grads, range, partial_sum))
     }
 
     fn may_overwrite(&mut self, dev: &mut D, bucket: usize) -> Result<bool> {

@@ -1,0 +1,35 @@
+//! The segments of layers of a requested order, and the combinations that have no segments.
+
+use crate::error::{Error, Result};
+use crate::model::head_rows::HeadRows;
+use crate::model::segments::LayerSegments;
+use crate::request::Request;
+use crate::request::choices::{ActivationsChoice, LayerOrder};
+
+/// The segments of `request`.
+///
+/// # Errors
+/// `Usage` that names the order, the setting that it cannot be combined with, and a remedy.
+pub(super) fn segments(request: &Request) -> Result<LayerSegments> {
+    let layers = request.shape().layers.len();
+    let LayerOrder::Segments { layers: each, turn } = request.wanted.layer_order else { return Ok(LayerSegments::whole(layers)) };
+    let segments = LayerSegments::new(layers, each, turn);
+    match obstacle(request).filter(|_| !segments.is_whole()) {
+        Some(obstacle) => Err(Error::usage(format!("--layer-order {} {obstacle}, or --layer-order whole", request.wanted.layer_order))),
+        None => Ok(segments),
+    }
+}
+
+fn obstacle(request: &Request) -> Option<&'static str> {
+    let shape = request.shape();
+    match request {
+        _ if request.cut.ranks() > 1 => Some("needs a single device: use --gpus 1 and --processes 1"),
+        _ if shape.tied && request.kernels.head_rows.resolve() == HeadRows::Trained => {
+            Some("needs all rows of the head, because the output matrix is the embedding: use --head-rows all")
+        }
+        _ if matches!(request.wanted.activations, ActivationsChoice::Host | ActivationsChoice::HostAttention) => {
+            Some("keeps inputs of segments in host memory, not those of layers: use --activations auto")
+        }
+        _ => None,
+    }
+}
