@@ -6,6 +6,8 @@
 
 use crate::planner::machine::Machine;
 pub(crate) mod limits;
+#[cfg(all(test, feature = "stv", feature = "deadline-order", feature = "repartition", feature = "weight-flow"))]
+mod order_tests;
 pub(crate) mod progress;
 pub(crate) mod replan;
 pub(crate) mod report;
@@ -25,7 +27,7 @@ use crate::error::{Error, Result};
 use crate::planner::plan::Plan;
 use crate::planner::resolve::SLOTS;
 use crate::request::Request;
-use crate::request::choices::{ActivationsChoice, CastSide, ResidentBuckets, Technique, WeightsChoice};
+use crate::request::choices::{ActivationsChoice, CastSide, LayerOrder, ResidentBuckets, Technique, WeightsChoice};
 use crate::request::wanted::Wanted;
 use crate::simulate::clip::Clip;
 use crate::simulate::outcome::Outcome;
@@ -42,6 +44,8 @@ use std::thread::{self, available_parallelism};
 const STEPS: Steps = Steps { warmup: 2, timed: 10, clip: Clip::OneIn(NonZeroU64::new(10).unwrap()) };
 /// A change must shorten the step to this fraction. Rates are not known more precisely.
 const WORTH: f64 = 0.995;
+/// Layers of a segment that are tried.
+const SEGMENT_LAYERS: [usize; 5] = [1, 2, 3, 4, 8];
 /// Maximum number of concurrent simulations. Each reserves as much address space as its plan has memory.
 const WORKERS_MAX: usize = 16;
 
@@ -142,7 +146,12 @@ impl SearchQuery<'_> {
     pub(crate) fn rank(&self) -> Result<Ranking> {
         let mut ranking = Ranking { candidates: Vec::new(), unfit: 0 };
         let mut best: Option<Candidate> = None;
-        self.weigh(&self.request.splits()?, &mut best, &mut ranking)?;
+        let splits = self.request.splits()?;
+        self.weigh(&splits, &mut best, &mut ranking)?;
+        if best.is_none() {
+            let orders: Vec<_> = splits.iter().flat_map(|split| self.orders(split)).collect();
+            self.weigh(&orders, &mut best, &mut ranking)?;
+        }
         if best.is_none() {
             return Err(self.refusal()?);
         }
@@ -222,6 +231,31 @@ impl SearchQuery<'_> {
         (fits > 0).then(|| with(fits))
     }
 
+    /// These choices with the layers in segments, if the order is open and a step has several micro-batches on a single device.
+    fn orders(&self, wanted: &Wanted) -> Vec<Wanted> {
+        let step = self.request.with(wanted.clone()).step();
+        if self.request.wanted.layer_order != LayerOrder::Auto || self.request.cut.ranks() > 1 || step.micro_batches == 1 {
+            return Vec::new();
+        }
+        SEGMENT_LAYERS.into_iter().flat_map(|layers| self.turns(wanted, layers)).collect()
+    }
+
+    /// Segments of `layers` with the longest turn that fits, and with half of it. A longer turn computes fewer layers a second time.
+    fn turns(&self, wanted: &Wanted, layers: usize) -> Vec<Wanted> {
+        let with = |turn| Wanted { layer_order: LayerOrder::Segments { layers, turn }, ..wanted.clone() };
+        let fits = |turn| self.plan(&with(turn)).is_ok_and(|plan| plan.shortage().is_none());
+        let (mut fitting, mut most) = (0, self.request.shape().layers.len());
+        if layers >= most || !fits(0) {
+            return Vec::new();
+        }
+        while most - fitting > 1 {
+            let middle = fitting.midpoint(most);
+            *(if fits(middle) { &mut fitting } else { &mut most }) = middle;
+        }
+        let shorter = fitting / 2;
+        [fitting].into_iter().chain((shorter < fitting).then_some(shorter)).map(with).collect()
+    }
+
     fn refusal(&self) -> Result<Error> {
         // The error refers to the smallest micro-batches.
         let smallest = self.request.splits()?.pop().unwrap_or_else(|| self.request.wanted.clone());
@@ -248,7 +282,8 @@ impl SearchQuery<'_> {
 /// Choices that differ from a candidate's in one aspect; empty if the user fixed it.
 type OpenChoice = fn(&SearchQuery, &Candidate) -> Vec<Wanted>;
 
-const CHOICES: [OpenChoice; 9] = [placement, residency_nearby, bucket_mib, sharing, residency_nearby, cast, slots, threads, techniques];
+const CHOICES: [OpenChoice; 10] =
+    [placement, layer_order, residency_nearby, bucket_mib, sharing, residency_nearby, cast, slots, threads, techniques];
 
 /// Device memory: location of weights, policies of layers, resident buckets. The best policy for the maximum of resident buckets is rarely
 /// the best for fewer, and streamed weights leave room for both.
@@ -257,6 +292,17 @@ fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Wanted> {
     let can_stream = requested == WeightsChoice::Auto && query.request.cut.ranks() == 1 && from.plan.placement.rings.weights.is_none();
     let weights = [requested].into_iter().chain(can_stream.then_some(WeightsChoice::Flow));
     weights.flat_map(|weights| placed(query, from, weights)).collect()
+}
+
+/// Segments of layers, if weights or sums cross the link with every micro-batch, or gradients share memory. Other plans gain nothing from a
+/// second forward pass.
+fn layer_order(query: &SearchQuery, from: &Candidate) -> Vec<Wanted> {
+    let rings = from.plan.placement.rings;
+    if !from.plan.streams_from_host() && !rings.sums_on_host && rings.grads.is_none() {
+        return Vec::new();
+    }
+    let Wanted { activations, weights, resident_buckets, .. } = query.request.wanted;
+    query.orders(&Wanted { activations, weights, resident_buckets, ..from.wanted.clone() })
 }
 
 /// Weights sharded over the devices of each process although they fit on each device, so that layers may keep more activations. Also tried

@@ -27,7 +27,8 @@ use std::sync::Arc;
 use timed::{Steps, Timed};
 
 /// Numbers of micro-batches of a share that are simulated if a plan has more than both together. The cost of one more micro-batch follows
-/// from these two simulations.
+/// from these two simulations. This does not hold for segments of layers: the optimizer bounds steps of few micro-batches, and the device
+/// steps of many.
 const FEW: [usize; 2] = [2, 4];
 
 /// Simulates `steps` of `plan` on the machine of the plan; with several ranks, the first rank. Returns the outcome, the timeline with room
@@ -45,7 +46,7 @@ pub(crate) fn simulate(
 ) -> Result<(Outcome, Vec<Recorder>, Range<u64>)> {
     let (each, peak) = (plan.micro_batches_per_partial_sum(), Some(plan.site.machine.rates.matmul_flops(8192)));
     let simulated = |each: usize| run(plan.with_micro_batches_per_partial_sum(each), shape, name, steps, trace_spans);
-    let (timed, tracks) = if trace_spans > 0 || each <= FEW.iter().sum() {
+    let (timed, tracks) = if trace_spans > 0 || each <= FEW.iter().sum() || !plan.placement.segments.is_whole() {
         simulated(each)?
     } else {
         let [(few, _), (more, tracks)] = [simulated(FEW[0])?, simulated(FEW[1])?];

@@ -1,0 +1,80 @@
+//! Segments of layers as choices of the search.
+
+use super::SearchQuery;
+use crate::config::settings::Settings;
+use crate::hardware::profile::Profile;
+use crate::memory::{Addressing, DeviceMemory};
+use crate::model::presets;
+use crate::model::shape::ModelShape;
+use crate::optim::moments::Moments;
+use crate::planner::machine::Machine;
+use crate::planner::plan::Plan;
+use crate::request::choices::LayerOrder;
+use crate::request::wanted::Wanted;
+use crate::simulate::clip::Clip;
+use crate::simulate::simulate;
+use crate::simulate::timed::Steps;
+use std::path::Path;
+
+const GIB: u64 = 1 << 30;
+
+/// Llama-8B in 23 GiB, with 32 micro-batches of one sequence in a step and as many gradient shares.
+fn small_card() -> (Settings, ModelShape, Machine) {
+    let settings = Settings {
+        seq_length: 4096,
+        per_device_train_batch_size: 1,
+        gradient_shares: Some(32),
+        moments: Moments::Bfloat16,
+        ..Settings::default()
+    };
+    let device = DeviceMemory::Own { bytes: 23 * GIB, addressing: Addressing::Managed };
+    let machine = Machine { host_bytes: 120 * GIB, device, ..Machine::of(&Profile::load("h200-pcie5").unwrap()) };
+    (settings, presets::shape(Path::new("llama-8b")).unwrap(), machine)
+}
+
+/// In the usual order the step was measured at 23.1 s, and fp32 sums took 19.7 s of the link.
+#[test]
+fn segments_of_layers_shorten_a_step_on_a_small_card() {
+    let (settings, shape, machine) = small_card();
+    let step_s = |settings: &Settings, layer_order| {
+        let plan = Plan::new(&Settings { layer_order, ..settings.clone() }.request(&shape), &machine, false).unwrap();
+        assert!(plan.shortage().is_none(), "{plan}");
+        let steps = Steps { warmup: 1, timed: 2, clip: Clip::Never };
+        simulate(&plan, &shape, "h200-pcie5", steps, 0).unwrap().0.step_ms.median / 1e3
+    };
+    let cut = LayerOrder::Segments { layers: 2, turn: 5 };
+    let (whole, segments) = (step_s(&settings, LayerOrder::Whole), step_s(&settings, cut));
+    assert!(whole > 20.0 && segments < 14.5, "{whole} s in the usual order, {segments} s in segments");
+    let one_share = Settings { gradient_shares: None, gradient_accumulation_steps: Some(32), ..settings };
+    let alone = step_s(&one_share, cut);
+    assert!((0.9..1.01).contains(&(alone / segments)), "{alone} s with one share, {segments} s with 32");
+}
+
+#[test]
+fn segments_are_tried_with_the_longest_turn_that_fits() {
+    let (settings, shape, machine) = small_card();
+    let orders = |settings: Settings| {
+        let request = settings.request(&shape);
+        SearchQuery::new(&request, &machine).orders(&request.wanted)
+    };
+    let tried = orders(settings.clone());
+    let turns: Vec<_> = tried
+        .iter()
+        .filter_map(|wanted| match wanted.layer_order {
+            LayerOrder::Segments { layers: 2, turn } => Some(turn),
+            _ => None,
+        })
+        .collect();
+    assert!(turns.len() == 2 && turns[1] == turns[0] / 2 && (3..10).contains(&turns[0]), "{turns:?}");
+    let request = settings.request(&shape);
+    let longer = LayerOrder::Segments { layers: 2, turn: turns[0] + 1 };
+    let plan = Plan::new(&request.with(Wanted { layer_order: longer, ..request.wanted.clone() }), &machine, false).unwrap();
+    assert!(plan.shortage().is_some(), "{plan}");
+    for other in [
+        Settings { layer_order: LayerOrder::Whole, ..settings.clone() },
+        Settings { gradient_shares: None, ..settings.clone() },
+        Settings { gpus: 2, ..settings },
+    ] {
+        assert!(orders(other).is_empty());
+    }
+}
