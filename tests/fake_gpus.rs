@@ -336,7 +336,8 @@ fn a_gpu_without_memory_before_the_first_step_is_refused_and_leaves_nothing() {
     }
 }
 
-/// The first save locks the pages of the copies of the GPU's states. Where the system refuses that, they are copied by way of another buffer.
+/// Pages of copies of the GPU's states are locked at the start and by the first save. Where the system refuses that, the states are copied by
+/// way of another buffer. A refusal of any other lock ends the run before its first step.
 #[test]
 fn a_save_whose_copies_cannot_be_page_locked_changes_no_bit() {
     if is_emulated() {
@@ -345,11 +346,17 @@ fn a_save_whose_copies_cannot_be_page_locked_changes_no_bit() {
     let [stopping, beside] = ["--save-memory=off", "--save-memory=auto"].map(|memory| train(&[], &["--replan=off", memory]));
     let ([_, at_start], [_, with_copies]) = (taken(&stopping), taken(&beside));
     assert!(with_copies > at_start && digest(&beside) == digest(&stopping), "{beside:?}");
-    for nth in at_start + 1..=with_copies {
+    let mut tolerated = 0;
+    for nth in 1..=with_copies {
         let outcome = train(&[("FAKE_NO_PINS", &nth.to_string())], &["--replan=off"]);
-        assert_eq!(digest(&outcome), digest(&stopping), "{nth}");
+        match outcome.code {
+            0 => assert_eq!(digest(&outcome), digest(&stopping), "{nth}"),
+            _ => outcome.refused(1, &["CUDA error 2"]),
+        }
+        tolerated += usize::from(outcome.code == 0);
         counted(&outcome);
     }
+    assert_eq!(tolerated, with_copies - at_start);
 }
 
 #[test]

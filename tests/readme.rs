@@ -190,7 +190,7 @@ fn the_least_host_memory_of_the_guide_is_the_planners() {
     };
     on(least - 1, &[]).refused(1, &["8030261248 parameters", "--moments bfloat16 would fit"]);
     // The result of the search is set by flags, because searching takes long.
-    let printed = on(least, &["--resident-buckets=3", "--weights=flow", "--activations=recompute-block"]);
+    let printed = on(least, &["--layer-order=segments:4,4", "--bucket-mib=16"]);
     let line: Value = serde_json::from_str(&printed.stdout).unwrap_or_else(|_| panic!("{printed:?}"));
     let claim = format!("{least} GiB of host memory, planned at {:.0} s a step", line["step_ms"]["median"].as_f64().unwrap() / 1e3);
     assert!(guide.contains(&claim), "docs/guide/will-it-fit.md does not say {claim:?}");

@@ -57,6 +57,20 @@ impl Lease {
         Ok(memory)
     }
 
+    /// As [`Lease::alloc_pinned`], but memory that the system refuses to lock is not pinned. Returns whether it is.
+    pub(crate) fn alloc_pinned_or_not<D: Device>(
+        &mut self,
+        (dev, host): (&mut D, &mut HostMemory),
+        name: &str,
+        bytes: usize,
+        period_bytes: usize,
+    ) -> Result<(PinnedSlice, bool)> {
+        let memory = host.alloc_periodic(name, bytes, period_bytes)?;
+        let is_pinned = dev.pin(memory).is_ok();
+        (if is_pinned { &mut self.pinned } else { &mut self.host }).push(memory);
+        Ok((memory, is_pinned))
+    }
+
     /// [`HostMemory::alloc_untouched`], for worker threads alone.
     pub(crate) fn alloc_untouched(&mut self, host: &mut HostMemory, name: &str, bytes: usize) -> Result<PinnedSlice> {
         let memory = host.alloc_untouched(name, bytes)?;

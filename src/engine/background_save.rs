@@ -140,10 +140,10 @@ impl<D: Kernels> Engine<D> {
         {
             progressed = true;
             match next {
-                Move::Offer { bucket, way } => save.board().offer(bucket, Source::Nowhere, Source::Copy(self.copy_of(bucket, way))),
-                Move::Send { bucket, way } => {
-                    self.send_state(bucket, self.copy_of(bucket, Some(way)))?;
-                    self.dev.record(self.device_copies.arrival(way), Stream::D2h)?;
+                Move::Offer { bucket, passage } => save.board().offer(bucket, Source::Nowhere, Source::Copy(self.copy_of(bucket, passage))),
+                Move::Send { bucket, passage } => {
+                    self.send_state(bucket, self.copy_of(bucket, Some(passage)))?;
+                    self.dev.record(self.device_copies.arrival(passage), Stream::D2h)?;
                 }
             }
         }
@@ -162,15 +162,15 @@ impl<D: Kernels> Engine<D> {
         self.dev.wait(Stream::Compute, self.device_copies.left)
     }
 
-    /// The slot of the host for a state that leaves the device by `way`.
-    fn copy_of(&self, bucket: usize, way: Option<usize>) -> Slot {
-        match way.filter(|_| self.device_copies.is_copied(bucket)) {
-            Some(way) => self.scratch.copies.staged(way),
+    /// The slot of the host for a state that leaves the device by `passage`.
+    fn copy_of(&self, bucket: usize, passage: Option<usize>) -> Slot {
+        match passage.filter(|_| self.device_copies.is_copied(bucket)) {
+            Some(passage) => self.scratch.copies.staged(passage),
             None => self.own_copy(bucket),
         }
     }
 
-    /// Enqueues the copy of the state of `bucket` to `slot` of the host.
+    /// Enqueues the copy of the state of `bucket` to `slot` of the host, or waits for it if the slot is not pinned.
     fn send_state(&mut self, bucket: usize, slot: Slot) -> Result<()> {
         let (slices, copies) = (self.exchange.slices(), self.scratch.copies);
         let (range, first_copied) = (slices.local(bucket), slices.layout().count() - copies.device_slots());
@@ -179,7 +179,11 @@ impl<D: Kernels> Engine<D> {
                 Some(nth) => copies.on_device(nth, part, range.len()),
                 None => self.memory.states.on_device(&range).arrays[part],
             };
-            self.dev.copy_d2h(Stream::D2h, source, copies.array(slot, part, range.len()))?;
+            let target = copies.array(slot, part, range.len());
+            match copies.is_unpinned(slot) {
+                true => self.memory.bounce_buffer.to_host((&mut self.dev, &mut self.host), source, target)?,
+                false => self.dev.copy_d2h(Stream::D2h, source, target)?,
+            }
         }
         Ok(())
     }

@@ -23,8 +23,10 @@ pub(crate) struct StateCopies {
 pub(in crate::engine) struct CopyMemory {
     /// Slots of the pool, then those for states that leave the device from their own memory.
     pub(in crate::engine) host: PinnedSlice,
-    /// Pinned slots of the host through which the copies of the device leave it. Their numbers follow those of `host`.
+    /// Slots of the host through which the copies of the device leave it. Their numbers follow those of `host`.
     pub(in crate::engine) staged: PinnedSlice,
+    /// Whether the staged slots are pinned.
+    pub(in crate::engine) is_staged_pinned: bool,
     /// Slots of the device, with numbers of their own.
     pub(in crate::engine) device: DeviceSlice,
 }
@@ -48,6 +50,11 @@ impl StateCopies {
     /// Number of slots of the device.
     pub(in crate::engine) fn device_slots(&self) -> usize {
         self.memory.device.bytes() / self.slot_bytes().max(1)
+    }
+
+    /// Whether the memory of `slot` is staged and not pinned.
+    pub(in crate::engine) fn is_unpinned(&self, slot: Slot) -> bool {
+        slot.0 >= self.slots() && !self.memory.is_staged_pinned
     }
 
     /// The staged slot number `nth`.

@@ -47,9 +47,10 @@ impl Workload<'_> {
             SaveMemory::Auto => on_host.free().unwrap_or(0),
             SaveMemory::Size(bytes) => bytes.0,
         };
-        // With shared memory, copies in both spaces take the same bytes.
+        // With shared memory, copies in both spaces take the same bytes. Free memory is left to copies of the host, which serve all buckets.
         let (device_bytes, shared) = match self.site.machine.device {
             DeviceMemory::Own { .. } => (on_device.free().unwrap_or(0) * ranks as u64, 0),
+            DeviceMemory::Shared if self.site.save_memory == SaveMemory::Auto => (0, 0),
             DeviceMemory::Shared => (host_bytes / 2, self.copy_bytes(layout) as u64),
         };
         let with = |device: usize| {

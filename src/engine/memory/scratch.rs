@@ -139,16 +139,15 @@ fn step_memory<D: Device>(
 }
 
 /// The slots for copies of states that wait to be saved. The first save that needs a slot of the host writes its pages first: until then
-/// they take no memory. The staged slots are pinned.
+/// they take no memory. The staged slots are pinned, unless the system refuses that.
 fn state_copies<D: Device>(plan: &Plan, slices: &Slices, (dev, host): Sides<'_, D>, lease: &mut Lease) -> Result<StateCopies> {
     let (arrays, slot_elems, copies) = (plan.optimizer().arrays(), slices.slice_elems(), plan.placement.save_copies);
     let (slot_bytes, (words, word)) = (arrays.bytes(slot_elems), StateCopies::words_of(copies.device, arrays, slot_elems));
-    let memory = CopyMemory {
-        device: lease.alloc(dev, "checkpoint copies", words, word)?,
-        host: lease.alloc_untouched(host, "checkpoint copies", copies.host * slot_bytes)?,
-        staged: lease.alloc_pinned((dev, host), "staged checkpoint copies", copies.staged() * slot_bytes, slot_bytes)?,
-    };
-    Ok(StateCopies::new(memory, arrays, slot_elems))
+    let device = lease.alloc(dev, "checkpoint copies", words, word)?;
+    let host_slots = lease.alloc_untouched(host, "checkpoint copies", copies.host * slot_bytes)?;
+    let staged_bytes = copies.staged() * slot_bytes;
+    let (staged, is_staged_pinned) = lease.alloc_pinned_or_not((dev, host), "staged checkpoint copies", staged_bytes, slot_bytes)?;
+    Ok(StateCopies::new(CopyMemory { host: host_slots, staged, is_staged_pinned, device }, arrays, slot_elems))
 }
 
 /// Neighbouring tensors with the same decay rule, joined. Padding belongs to the tensor before it.

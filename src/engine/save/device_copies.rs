@@ -1,4 +1,4 @@
-//! States of the device on their way to a save: from a copy within the device through a few pinned slots of the host, or from their own
+//! States of the device that leave for a save: from a copy within the device through a few pinned slots of the host, or from their own
 //! memory to slots of their own.
 
 use super::board::{SaveBoard, Source};
@@ -7,9 +7,9 @@ use crate::error::Result;
 use crate::planner::placement::STAGED_COPIES;
 use std::ops::Range;
 
-/// A bucket on its way.
+/// A passage: a bucket that leaves the device, one at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum Passage {
     Free,
     /// The copy to the host is enqueued.
     Coming(usize),
@@ -20,10 +20,10 @@ enum Way {
 /// The next thing that the driver does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum Move {
-    /// Enqueue the copy of a bucket to the host, then record [`DeviceCopies::arrival`] of the way.
-    Send { bucket: usize, way: usize },
-    /// The state of a bucket has arrived on the host: the save can read it. It has come by the way, or with the last copies.
-    Offer { bucket: usize, way: Option<usize> },
+    /// Enqueue the copy of a bucket to the host, then record [`DeviceCopies::arrival`] of `passage`.
+    Send { bucket: usize, passage: usize },
+    /// The state of a bucket has arrived on the host: the save can read it. It has come by `passage`, or with the last copies.
+    Offer { bucket: usize, passage: Option<usize> },
 }
 
 /// Buckets of a running save whose states were on the device when it began. The first of them leave from their own memory, before the
@@ -31,10 +31,10 @@ pub(in crate::engine) enum Move {
 pub(in crate::engine) struct DeviceCopies {
     /// Buckets whose states have not left the device.
     waiting: Range<usize>,
-    /// The first bucket with a copy within the device, on the way by a staged slot.
+    /// The first bucket with a copy within the device, which leaves by a staged slot.
     first_copied: usize,
-    ways: [Way; STAGED_COPIES],
-    /// By way: the end of the copy that was enqueued last.
+    passages: [Passage; STAGED_COPIES],
+    /// By passage: the end of the copy that was enqueued last.
     arrivals: [EventId; STAGED_COPIES],
     /// Buckets whose copies were enqueued together, because the device is about to step them.
     last: Range<usize>,
@@ -50,7 +50,7 @@ impl DeviceCopies {
     pub(in crate::engine) fn new<D: Device>(dev: &mut D) -> Result<Self> {
         let arrivals = [dev.event()?, dev.event()?];
         let (made, left) = (dev.event()?, dev.event()?);
-        Ok(Self { waiting: 0..0, first_copied: 0, ways: [Way::Free; STAGED_COPIES], arrivals, last: 0..0, made, left })
+        Ok(Self { waiting: 0..0, first_copied: 0, passages: [Passage::Free; STAGED_COPIES], arrivals, last: 0..0, made, left })
     }
 
     /// States of `buckets` leave the device. Buckets from `first_copied` on have copies within the device.
@@ -64,7 +64,7 @@ impl DeviceCopies {
 
     /// Whether no state has to leave the device, or its staged slot.
     pub(in crate::engine) fn is_idle(&self) -> bool {
-        self.waiting.is_empty() && self.last.is_empty() && self.ways == [Way::Free; STAGED_COPIES]
+        self.waiting.is_empty() && self.last.is_empty() && self.passages == [Passage::Free; STAGED_COPIES]
     }
 
     /// Whether `bucket` has a copy within the device.
@@ -74,8 +74,8 @@ impl DeviceCopies {
 
     /// Whether a state may be leaving, or has to leave, from its own memory, which the device may not write before.
     pub(in crate::engine) fn reads_states(&self) -> bool {
-        let is_coming = |way: &Way| matches!(way, Way::Coming(bucket) if !self.is_copied(*bucket));
-        self.waiting.start < self.first_copied.min(self.waiting.end) || self.ways.iter().any(is_coming)
+        let is_coming = |passage: &Passage| matches!(passage, Passage::Coming(bucket) if !self.is_copied(*bucket));
+        self.waiting.start < self.first_copied.min(self.waiting.end) || self.passages.iter().any(is_coming)
     }
 
     /// The device is about to step buckets. Returns those whose states must leave their own memory now, in copies that
@@ -89,9 +89,9 @@ impl DeviceCopies {
         leaving
     }
 
-    /// The event that ends the last copy of `way`.
-    pub(in crate::engine) fn arrival(&self, way: usize) -> EventId {
-        self.arrivals[way]
+    /// The event that ends the last copy of `passage`.
+    pub(in crate::engine) fn arrival(&self, passage: usize) -> EventId {
+        self.arrivals[passage]
     }
 
     /// The next move; `None` if there is nothing to do now. States that the save needs no more stay on the device. `is_done` asks the
@@ -101,34 +101,34 @@ impl DeviceCopies {
     /// Errors of `is_done`.
     pub(in crate::engine) fn next(&mut self, board: &SaveBoard, mut is_done: impl FnMut(EventId) -> Result<bool>) -> Result<Option<Move>> {
         if !self.last.is_empty() && is_done(self.left)? {
-            return Ok(self.last.next().map(|bucket| Move::Offer { bucket, way: None }));
+            return Ok(self.last.next().map(|bucket| Move::Offer { bucket, passage: None }));
         }
-        for way in 0..STAGED_COPIES {
-            if let Some(next) = self.next_of(way, board, &mut is_done)? {
+        for passage in 0..STAGED_COPIES {
+            if let Some(next) = self.next_of(passage, board, &mut is_done)? {
                 return Ok(Some(next));
             }
         }
         Ok(None)
     }
 
-    fn next_of(&mut self, way: usize, board: &SaveBoard, is_done: impl FnOnce(EventId) -> Result<bool>) -> Result<Option<Move>> {
+    fn next_of(&mut self, passage: usize, board: &SaveBoard, is_done: impl FnOnce(EventId) -> Result<bool>) -> Result<Option<Move>> {
         let is_saved = |bucket| board.source(bucket) == Source::Saved;
-        if let Way::Coming(bucket) = self.ways[way]
-            && is_done(self.arrivals[way])?
+        if let Passage::Coming(bucket) = self.passages[passage]
+            && is_done(self.arrivals[passage])?
         {
-            self.ways[way] = if self.is_copied(bucket) { Way::Arrived(bucket) } else { Way::Free };
-            return Ok(Some(Move::Offer { bucket, way: Some(way) }));
+            self.passages[passage] = if self.is_copied(bucket) { Passage::Arrived(bucket) } else { Passage::Free };
+            return Ok(Some(Move::Offer { bucket, passage: Some(passage) }));
         }
-        if let Way::Arrived(bucket) = self.ways[way]
+        if let Passage::Arrived(bucket) = self.passages[passage]
             && is_saved(bucket)
         {
-            self.ways[way] = Way::Free;
+            self.passages[passage] = Passage::Free;
         }
-        if self.ways[way] == Way::Free
+        if self.passages[passage] == Passage::Free
             && let Some(bucket) = self.waiting.find(|&bucket| !is_saved(bucket))
         {
-            self.ways[way] = Way::Coming(bucket);
-            return Ok(Some(Move::Send { bucket, way }));
+            self.passages[passage] = Passage::Coming(bucket);
+            return Ok(Some(Move::Send { bucket, passage }));
         }
         Ok(None)
     }
@@ -144,15 +144,15 @@ mod tests {
     fn copies() -> DeviceCopies {
         let arrivals = [EventId(7), EventId(8)];
         let (made, left) = (EventId(9), EventId(10));
-        DeviceCopies { waiting: 0..0, first_copied: 0, ways: [Way::Free; 2], arrivals, last: 0..0, made, left }
+        DeviceCopies { waiting: 0..0, first_copied: 0, passages: [Passage::Free; 2], arrivals, last: 0..0, made, left }
     }
 
-    fn send(bucket: usize, way: usize) -> Option<Move> {
-        Some(Move::Send { bucket, way })
+    fn send(bucket: usize, passage: usize) -> Option<Move> {
+        Some(Move::Send { bucket, passage })
     }
 
-    fn offer(bucket: usize, way: impl Into<Option<usize>>) -> Option<Move> {
-        Some(Move::Offer { bucket, way: way.into() })
+    fn offer(bucket: usize, passage: impl Into<Option<usize>>) -> Option<Move> {
+        Some(Move::Offer { bucket, passage: passage.into() })
     }
 
     #[test]
@@ -181,7 +181,7 @@ mod tests {
         copies.begin(1..7, 6);
         let next = |copies: &mut DeviceCopies, arrived: &[u32]| copies.next(&board, |event| Ok(arrived.contains(&event.0))).unwrap();
         assert_eq!([next(&mut copies, &[]), next(&mut copies, &[])], [send(1, 0), send(2, 1)]);
-        // The slot of bucket 1 is its own, so its way is free at once.
+        // The slot of bucket 1 is its own, so its passage is free at once.
         assert_eq!([next(&mut copies, &[7]), next(&mut copies, &[])], [offer(1, 0), send(3, 0)]);
         assert!(copies.reads_states());
         assert_eq!((copies.leave_now(), copies.leave_now()), (4..6, 6..6));
