@@ -14,6 +14,7 @@ use nix::sys::signal::{SigHandler, SigSet, SigmaskHow, Signal, kill, signal};
 use nix::sys::stat::Mode;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, dup2_raw, dup2_stderr, dup2_stdin, dup2_stdout, fork};
+use std::mem::MaybeUninit;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
@@ -23,7 +24,8 @@ use std::time::Duration;
 const PARENTS_SIGNALS: [Signal; 8] =
     [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGXFSZ, Signal::SIGTSTP];
 /// Signals that are reset to their default actions.
-const OWN_SIGNALS: [Signal; 5] = [Signal::SIGPROF, Signal::SIGPIPE, Signal::SIGCHLD, Signal::SIGXCPU, Signal::SIGALRM];
+const OWN_SIGNALS: [Signal; 7] =
+    [Signal::SIGPROF, Signal::SIGPIPE, Signal::SIGCHLD, Signal::SIGXCPU, Signal::SIGALRM, Signal::SIGSEGV, Signal::SIGBUS];
 /// Where the child has its connection to the parent.
 const SOCKET: RawFd = 3;
 /// Descriptors up to here are given away again in the child.
@@ -117,11 +119,39 @@ fn close_from(first: RawFd) {
 
 /// Runs `body` on a thread of its own; the exit code.
 fn run(socket: OwnedFd, body: impl FnOnce(OwnedFd) + Send) -> i32 {
-    thread::scope(|scope| {
-        let run = || catch_unwind(AssertUnwindSafe(|| body(socket))).map_or(CANNOT_BEGIN, |()| 0);
-        let started = thread::Builder::new().name("sandbox".into()).stack_size(STACK_BYTES).spawn_scoped(scope, run);
-        started.ok().and_then(|thread| thread.join().ok()).unwrap_or(CANNOT_BEGIN)
-    })
+    on_own_stack(|| catch_unwind(AssertUnwindSafe(|| body(socket))).map_or(CANNOT_BEGIN, |()| 0))
+}
+
+/// A body for a thread, and the exit code that it returns.
+struct ThreadJob<F> {
+    body: Option<F>,
+    code: i32,
+}
+
+/// Runs `body` on a thread of the C library with a large stack. A thread of the standard library takes a lock as it starts, which another
+/// thread of the parent may have held at the fork.
+fn on_own_stack<F: FnOnce() -> i32 + Send>(body: F) -> i32 {
+    let mut job = ThreadJob { body: Some(body), code: CANNOT_BEGIN };
+    let (mut attributes, mut thread) = (MaybeUninit::uninit(), MaybeUninit::uninit());
+    // SAFETY: attributes and thread are used once they are initialised. The thread ends before the job does, and nothing else uses the job
+    // until then.
+    unsafe {
+        let begins = libc::pthread_attr_init(attributes.as_mut_ptr()) == 0
+            && libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), STACK_BYTES) == 0
+            && libc::pthread_create(thread.as_mut_ptr(), attributes.as_ptr(), enter::<F>, (&raw mut job).cast()) == 0;
+        if begins {
+            libc::pthread_join(thread.assume_init(), std::ptr::null_mut());
+        }
+    }
+    job.code
+}
+
+/// The first function of the thread of [`on_own_stack`].
+extern "C" fn enter<F: FnOnce() -> i32>(job: *mut libc::c_void) -> *mut libc::c_void {
+    // SAFETY: a job of this type, which nothing else uses while the thread runs.
+    let job = unsafe { &mut *job.cast::<ThreadJob<F>>() };
+    job.code = job.body.take().map_or(CANNOT_BEGIN, |body| body());
+    std::ptr::null_mut()
 }
 
 /// Ends the process without the parent's destructors and buffers.
