@@ -87,6 +87,25 @@ pub(crate) fn balances(
     [device, balance(MemorySpace::Host, needed, machine.host_bytes)]
 }
 
+/// A micro-batch of `recipe` for a model with this `shape`, whose loss has this `tile`.
+pub(crate) fn micro_batch<'a>(
+    recipe: &Recipe,
+    (shape, tile): (&'a ModelShape, LossTile),
+    policies: &'a [LayerPolicy],
+    segments: &'a LayerSegments,
+) -> MicroBatch<'a> {
+    let StepShape { micro_batch: batch, seq_length, sequence_ranks, .. } = recipe.step;
+    let Numerics { dtype, fp8, head_rows, mlp_tile, .. } = recipe.numerics;
+    let (separates_documents, segments) = (recipe.separates_documents(), segments.starts());
+    MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, head_rows, tile, mlp_tile, policies, segments }
+}
+
+/// Memory of the residual stream between `segments` of the layers of `recipe`, which run on a single device if there are several.
+pub(crate) fn boundaries(recipe: &Recipe, segments: &LayerSegments) -> BoundarySizes {
+    let elems = recipe.step.tokens_of_rank() * recipe.model.channels;
+    segments.boundaries(recipe.step.micro_batches, elems, recipe.model.tied)
+}
+
 /// Whether the device casts, so that fp32 crosses the link. Without the feature `superchip-cast` this is a compile-time constant.
 pub(crate) fn device_casts(dtype: Dtype, link_dtype: Dtype) -> bool {
     cfg!(feature = "superchip-cast") && link_dtype != dtype
@@ -188,8 +207,7 @@ impl Workload<'_> {
 
     /// Memory of the residual stream between segments of layers.
     pub(crate) fn boundaries(&self) -> BoundarySizes {
-        let StepShape { micro_batches, .. } = self.recipe.step;
-        self.segments.boundaries(micro_batches, self.recipe.step.tokens_of_rank() * self.shape().channels, self.shape().tied)
+        boundaries(self.recipe, self.segments)
     }
 
     /// Whether gradient sums can be stored on the host: there are sums of the whole model, on a single device with its own memory.
@@ -225,23 +243,7 @@ impl Workload<'_> {
     /// # Errors
     /// `Usage` if batch and sequence length do not suit the model.
     pub(crate) fn activations(&self, policies: &[LayerPolicy], tile: LossTile) -> Result<ActivationPlan> {
-        let StepShape { micro_batch: batch, seq_length, sequence_ranks, .. } = self.recipe.step;
-        let Numerics { dtype, fp8, head_rows, mlp_tile, .. } = self.recipe.numerics;
-        let (shape, separates_documents) = (self.shape(), self.recipe.separates_documents());
-        ActivationPlan::new(MicroBatch {
-            shape,
-            batch,
-            seq_length,
-            sequence_ranks,
-            separates_documents,
-            dtype,
-            fp8,
-            head_rows,
-            tile,
-            mlp_tile,
-            policies,
-            segments: self.segments.starts(),
-        })
+        ActivationPlan::new(micro_batch(self.recipe, (self.shape(), tile), policies, self.segments))
     }
 
     /// All memory classes that are not empty.

@@ -1,7 +1,9 @@
 //! A plan: the settings resolved for a machine, with every number that the engine needs. It is printed before step 0. Later only placements
 //! change.
 
-use super::budget::{Balance, balances, bytes_at, counter_sizes, device_casts, kept, kept_sums, sharded, sums_within};
+use super::budget::{
+    Balance, balances, boundaries, bytes_at, counter_sizes, device_casts, kept, kept_sums, micro_batch, sharded, sums_within,
+};
 use super::forecast::Forecast;
 use super::placement::Placement;
 use super::protocol::Protocol;
@@ -18,7 +20,7 @@ use crate::model::tensors::TensorTable;
 use crate::optim::clip::ClipRule;
 use crate::optim::optimizer::Optimizer;
 use crate::ranks::progress::CounterSizes;
-use crate::recipe::{Numerics, Recipe, StepShape};
+use crate::recipe::{Recipe, StepShape};
 use crate::request::choices::{CastSide, LayerOrder};
 use crate::request::cut::StepSplit;
 use crate::request::wanted::Wanted;
@@ -121,8 +123,7 @@ impl Plan {
 
     /// Memory of the residual stream between segments of layers.
     pub(crate) fn boundaries(&self) -> BoundarySizes {
-        let elems = self.recipe.step.tokens_of_rank() * self.recipe.model.channels;
-        self.placement.segments.boundaries(self.micro_batches_of_rank(), elems, self.recipe.model.tied)
+        boundaries(&self.recipe, &self.placement.segments)
     }
 
     /// fp32 sums kept per element between two rounds.
@@ -211,23 +212,8 @@ impl Plan {
 
     /// A micro-batch of a model with this `shape`.
     pub fn micro_batch<'a>(&'a self, shape: &'a ModelShape) -> MicroBatch<'a> {
-        let StepShape { micro_batch: batch, seq_length, sequence_ranks, .. } = self.recipe.step;
-        let Numerics { dtype, fp8, head_rows, loss_tile: tile, mlp_tile, .. } = self.recipe.numerics;
-        let (separates_documents, policies) = (self.recipe.separates_documents(), &self.placement.layer_policies);
-        MicroBatch {
-            shape,
-            batch,
-            seq_length,
-            sequence_ranks,
-            separates_documents,
-            dtype,
-            fp8,
-            head_rows,
-            tile,
-            mlp_tile,
-            policies,
-            segments: self.placement.segments.starts(),
-        }
+        let (tile, Placement { layer_policies, segments, .. }) = (self.recipe.numerics.loss_tile, &self.placement);
+        micro_batch(&self.recipe, (shape, tile), layer_policies, segments)
     }
 
     /// Buckets of which every rank stores only its slice of the weights.

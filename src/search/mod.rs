@@ -44,6 +44,11 @@ use std::thread::{self, available_parallelism};
 const STEPS: Steps = Steps { warmup: 2, timed: 10, clip: Clip::OneIn(NonZeroU64::new(10).unwrap()) };
 /// A change must shorten the step to this fraction. Rates are not known more precisely.
 const WORTH: f64 = 0.995;
+/// Whether the order of layers is open, and a step has several micro-batches on a single device.
+fn may_have_segments(request: &Request) -> bool {
+    request.wanted.layer_order == LayerOrder::Auto && request.cut.ranks() == 1 && request.step().micro_batches > 1
+}
+
 /// Layers of a segment that are tried.
 const SEGMENT_LAYERS: [usize; 5] = [1, 2, 3, 4, 8];
 /// Maximum number of concurrent simulations. Each reserves as much address space as its plan has memory.
@@ -233,8 +238,8 @@ impl SearchQuery<'_> {
 
     /// These choices with the layers in segments, if the order is open and a step has several micro-batches on a single device.
     fn orders(&self, wanted: &Wanted) -> Vec<Wanted> {
-        let step = self.request.with(wanted.clone()).step();
-        if self.request.wanted.layer_order != LayerOrder::Auto || self.request.cut.ranks() > 1 || step.micro_batches == 1 {
+        let layer_order = self.request.wanted.layer_order;
+        if !may_have_segments(&self.request.with(Wanted { layer_order, ..wanted.clone() })) {
             return Vec::new();
         }
         SEGMENT_LAYERS.into_iter().flat_map(|layers| self.turns(wanted, layers)).collect()

@@ -1,6 +1,7 @@
 //! Segments of layers as choices of the search.
 
 use super::SearchQuery;
+use super::limits::Limits;
 use crate::config::settings::Settings;
 use crate::hardware::profile::Profile;
 use crate::memory::{Addressing, DeviceMemory};
@@ -77,4 +78,16 @@ fn segments_are_tried_with_the_longest_turn_that_fits() {
     ] {
         assert!(orders(other).is_empty());
     }
+}
+
+/// The usual order needs 121 GiB of host memory.
+#[test]
+fn limits_count_what_fits_in_segments_alone() {
+    let (settings, shape, machine) = small_card();
+    let machine = Machine { host_bytes: 119 * GIB, ..machine };
+    let settings = Settings { moments: Moments::Float32, gradient_shares: None, gradient_accumulation_steps: Some(32), ..settings };
+    let limits = |layer_order| Limits::of(&Settings { layer_order, ..settings.clone() }.request(&shape), &machine);
+    let (whole, open) = (limits(LayerOrder::Whole), limits(LayerOrder::Auto));
+    assert!(whole.batch == 0 && whole.layers < 32, "{whole:?}");
+    assert!(open.batch >= 1 && open.seq_length >= 4096 && open.layers >= 32, "{open:?}");
 }

@@ -198,6 +198,7 @@ fn differ(one: &Plan, other: &Plan) -> bool {
         (
             plan.placement.layout.clone(),
             plan.placement.layer_policies.clone(),
+            plan.placement.segments.clone(),
             plan.protocol.link_dtype,
             plan.placement.rings.weights,
             plan.protocol.techniques,

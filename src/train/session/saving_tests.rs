@@ -183,6 +183,22 @@ fn states_that_the_device_copies_within_its_memory_are_saved_alike() {
     }
 }
 
+#[cfg(feature = "repartition")]
+#[test]
+fn states_that_leave_the_device_from_their_own_memory_are_saved_alike() {
+    for seed in 0..6 {
+        let recorder = expect_saves_of(|dir, steps, save_steps| Settings {
+            adversary: Some(seed),
+            threads: Some(1),
+            gpus: if seed < 4 { 1 } else { 2 },
+            max_grad_norm: if seed % 2 == 0 { 1e-3 } else { 1.0 },
+            resident_buckets: ResidentBuckets::Count(7),
+            ..slow(dir, steps, save_steps)
+        });
+        assert_eq!(recorder.device_copies, 0, "no state has a copy within the device");
+    }
+}
+
 #[test]
 fn an_evaluation_beside_a_save_neither_waits_for_it_nor_changes() {
     let dir = tempfile::tempdir().unwrap();
