@@ -186,6 +186,8 @@ pub(crate) struct PlanFacts {
     pub(crate) moments: Moments,
     /// Storage of master weights whose buckets the device steps.
     pub(crate) masters: String,
+    /// Storage of master weights whose buckets the host steps; split ones are stepped after the verdict.
+    pub(crate) host_masters: String,
     /// Instruction set of the optimizer.
     pub isa: String,
     /// Optimizer threads.
@@ -243,6 +245,7 @@ impl PlanFacts {
             link_dtype: plan.protocol.link_dtype.to_string(),
             moments: plan.recipe.numerics.moments,
             masters: plan.protocol.masters.to_string(),
+            host_masters: plan.host_masters().to_string(),
             isa: plan.site.isa.to_string(),
             threads: plan.site.threads,
             buckets: layout.count(),

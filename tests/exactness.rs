@@ -57,7 +57,7 @@ struct Way {
     ranks: usize,
     /// Whether the data of every step is evaluated before the step.
     evaluates: bool,
-    /// Whether each device stores only its slices of the weights, where that saves memory.
+    /// Whether weights stream where that saves memory: from the host to a single device, from slices to several.
     sharded: bool,
     /// Whether gradients share memory in a ring, where that saves memory.
     ringed: bool,
@@ -116,6 +116,8 @@ thread_local! {
     static SUMMED_THERE: Cell<usize> = const { Cell::new(0) };
     /// Count of runs with split masters.
     static SPLIT: Cell<usize> = const { Cell::new(0) };
+    /// Count of runs that stream the upper halves of masters.
+    static HALVES: Cell<usize> = const { Cell::new(0) };
     /// Count of runs whose buckets differ from those of equal lengths.
     static UNEQUAL: Cell<usize> = const { Cell::new(0) };
 }
@@ -208,7 +210,7 @@ fn run(case: &Case, way: &Way) -> Run {
         let more = format!("weights = \"{weights}\"\nearly-rows = \"{early}\"");
         Plan::new(&settings(&format!("{lines}\n{balance}\n{more}")).request(&shape), &Machine::cpu(2), false)
     };
-    let sharded = if way.sharded && ranks > 1 { plan("sharded", "off").ok() } else { None };
+    let sharded = if way.sharded { plan(if ranks > 1 { "sharded" } else { "flow" }, "off").ok() } else { None };
     let early = if way.early { plan("auto", "on").ok() } else { None };
     let mut plan = sharded.or(early).unwrap_or_else(|| plan("auto", "off").unwrap());
     EARLY.with(|runs| runs.set(runs.get() + usize::from(!plan.placement.layout.early().is_empty())));
@@ -220,6 +222,7 @@ fn run(case: &Case, way: &Way) -> Run {
     plan.placement.rings.sums_on_host = way.sums_on_host && ranks == 1 && case.partial_sums > 1 && plan.placement.layout.offloaded() > 0;
     SUMMED_THERE.with(|runs| runs.set(runs.get() + usize::from(plan.placement.rings.sums_on_host)));
     SPLIT.with(|runs| runs.set(runs.get() + usize::from(is_split && plan.placement.layout.offloaded() < plan.placement.layout.count())));
+    HALVES.with(|runs| runs.set(runs.get() + usize::from(plan.placement.rings.split_masters)));
     SHARDED.with(|runs| runs.set(runs.get() + usize::from(ranks > 1 && plan.placement.rings.weights.is_some())));
     on_cpus(&plan, &shape, &Topology::this_machine(), Steps(case, way)).unwrap_or_else(|error| panic!("{error}: {case:?} {way:?}"))
 }
@@ -631,7 +634,7 @@ fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
 /// all are on the device.
 #[test]
 fn split_masters_change_no_bit() {
-    let before = SPLIT.get();
+    let before = [SPLIT.get(), HALVES.get()];
     for seed in seeds(24) {
         let pick = |every: u64, count: usize| (seed / every) as usize % count;
         let (partial_sums, max_norm) = ([1, 2, 3, 4][pick(1, 4)], [1.7, 0.0, 1e-3, 1e9][pick(3, 4)]);
@@ -642,21 +645,32 @@ fn split_masters_change_no_bit() {
         let strategy =
             if cfg!(feature = "repartition") { ["superoffload", "superoffload", "no-offload"][pick(1, 3)] } else { "no-offload" };
         let (ranks, resident, adversary) = ([1, partial_sums][pick(4, 2)], 1 + pick(1, 5), (pick(5, 4) > 0).then_some(seed));
-        let sharded = cfg!(feature = "weight-flow") && ranks > 1 && pick(2, 2) == 0;
+        let sharded = cfg!(feature = "weight-flow") && pick(2, 2) == 0;
         let way = Way { strategy, bucket_kib: 72, resident, slots: 2, ranks, adversary, sharded, ringed: pick(3, 2) == 0, ..REFERENCE };
         let have = run(&case, &Way { split: true, ..way.clone() });
         assert_eq!((&have.0, &have.2), (&want.0, &want.2), "{way:?}, {case:?}");
     }
-    assert_eq!(SPLIT.get() - before, seeds(24).count(), "every run has split masters");
+    assert_eq!(SPLIT.get() - before[0], seeds(24).count(), "every run has split masters");
+    let streams = cfg!(all(feature = "weight-flow", feature = "repartition"));
+    assert_eq!(HALVES.get() > before[1], streams, "no run streamed halves of masters");
+}
+
+/// Settings with split masters on the device, and with some on the host.
+fn split_places() -> impl Iterator<Item = &'static str> {
+    let streams = cfg!(all(feature = "weight-flow", feature = "repartition"));
+    ["strategy = \"no-offload\"", "weights = \"flow\"\nresident-buckets = 1\nbucket-mib = 0.0703125"]
+        .into_iter()
+        .take(1 + usize::from(streams))
 }
 
 /// Split masters share the signs of second moments. Neither array changes the other, in any order of writes and in any range.
 #[test]
 fn split_masters_and_second_moments_are_read_as_they_were_written() {
-    let (shape, parts) = (tiny_llama(2, 32, 64, true), [StatePart::PARAMS, StatePart::M, StatePart::V]);
-    for moments in &MOMENTS[..2] {
+    let (shape, parts) = (tiny_llama(12, 32, 64, true), [StatePart::PARAMS, StatePart::M, StatePart::V]);
+    for (place, moments) in split_places().flat_map(|place| MOMENTS[..2].iter().map(move |moments| (place, moments))) {
         let lines = format!("moments = \"{moments}\"\nseq-length = 8\nper-device-train-batch-size = 2\nmax-steps = 9\nthreads = 1");
-        let mut engine = engine(&settings(&format!("strategy = \"no-offload\"\nmasters = \"split\"\n{lines}")), &shape);
+        let mut engine = engine(&settings(&format!("{place}\nmasters = \"split\"\n{lines}")), &shape);
+        assert_eq!(engine.plan().placement.rings.split_masters, place.contains("flow"));
         let elems = engine.table().flat_elems();
         // Moments are bfloat16 numbers, and every third master lies in the middle of two.
         let value = |part: StatePart, salt: u32, i: usize| match part {
@@ -688,9 +702,14 @@ fn split_masters_and_second_moments_are_read_as_they_were_written() {
 /// Split masters beside 8-bit moments are stored without ties, and share nothing with the moments. Ranges begin with groups.
 #[test]
 fn split_masters_beside_8_bit_moments_are_read_as_float32_masters_are() {
-    let shape = tiny_llama(2, 32, 64, true);
-    let lines =
-        "strategy = \"no-offload\"\nmoments = \"int8\"\nseq-length = 8\nper-device-train-batch-size = 2\nmax-steps = 9\nthreads = 1";
+    for place in split_places() {
+        split_int8_masters_are_read_as_float32_masters(place);
+    }
+}
+
+fn split_int8_masters_are_read_as_float32_masters(place: &str) {
+    let shape = tiny_llama(12, 32, 64, true);
+    let lines = format!("{place}\nmoments = \"int8\"\nseq-length = 8\nper-device-train-batch-size = 2\nmax-steps = 9\nthreads = 1");
     let [mut whole, mut split] =
         ["float32", "split"].map(|masters| engine(&settings(&format!("masters = \"{masters}\"\n{lines}")), &shape));
     let (elems, parts) = (whole.table().flat_elems(), [StatePart::PARAMS, StatePart::M, StatePart::V]);

@@ -62,6 +62,16 @@ fn every_memory_class_of_a_plan_for_cpus_matches_allocations() {
             let plan = compare(&format!("{}weights = \"flow\"\n", strategies[1]), shape, &Machine::cpu(2));
             assert!(plan.placement.rings.weights.is_some(), "{plan}");
         }
+        for (moments, bytes) in [("float32", 10.0), ("bfloat16", 6.0), ("int8", 4.0625)] {
+            let streams = cfg!(all(feature = "weight-flow", feature = "repartition"));
+            let lines = format!("{}masters = \"split\"\nweights = \"flow\"\nmoments = \"{moments}\"\n", strategies[0]);
+            let Some(plan) = streams.then(|| compare(&lines, shape, &Machine::cpu(2))) else { continue };
+            let class = |name| plan.forecast.memory.iter().find(|class| class.name == name).unwrap().bytes as f64;
+            let (offloaded, of_slots) =
+                (plan.placement.layout.offloaded_elems() as f64, class("gradient slots") + class("streamed weights"));
+            assert_eq!(class("offloaded p, m, v"), bytes * offloaded, "{plan}");
+            assert_eq!(of_slots, 4.0 * (plan.placement.layout.offloaded() * plan.placement.layout.bucket_elems()) as f64, "{plan}");
+        }
     }
 }
 
@@ -175,7 +185,9 @@ fn every_memory_class_of_a_plan_for_several_gpus_matches_allocations() {
     // Less memory than separate gradients need, with slices of the sums of some, all or no buckets.
     for (resident, shares) in [("0", 2), ("2", 4), ("all", 2)] {
         let resident = if cfg!(feature = "repartition") { resident } else { "0" };
-        let toml = format!("{common}gpus = 2\nweights = \"replicated\"\nresident-buckets = \"{resident}\"\ngradient-shares = {shares}\n");
+        let toml = format!(
+            "{common}gpus = 2\nmasters = \"float32\"\nweights = \"replicated\"\nresident-buckets = \"{resident}\"\ngradient-shares = {shares}\n"
+        );
         let settings = settings(&format!("{toml}gradient-accumulation-steps = {}\nactivations = \"keep\"\n", shares / 2));
         let plan = |machine: &Machine| Plan::new(&settings.request(&shape), machine, false).unwrap();
         let bytes = plan(&machine).balances()[0].needed - (32 << 20);

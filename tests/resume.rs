@@ -192,6 +192,30 @@ fn a_run_whose_weights_stream_is_resumed() {
     }
 }
 
+/// Checkpoints of a run that streams halves of its masters are those of float32 masters, too.
+#[cfg(all(feature = "weight-flow", feature = "repartition"))]
+#[test]
+fn runs_that_stream_halves_of_masters_write_the_bytes_of_float32_masters_and_resume_from_them() {
+    for moments in ["float32", "bfloat16", "int8"] {
+        let workspace = Workspace::new();
+        workspace.write("model/config.json", streamable());
+        let whole = ["--save-steps", "6", "--moments", moments];
+        let halves = [&whole[..], &["--resident-buckets", "1", "--weights", "flow", "--masters", "split"]].concat();
+        let digest = reference(&workspace, &whole);
+        let outcome = run(&mut workspace.train("halves", &halves));
+        assert_eq!(outcome.digest(), digest);
+        assert!(outcome.stdout.contains("those on the host stepped after the verdict"), "{outcome:?}");
+        let state = |out: &str| fs::read(workspace.path(&format!("{out}/checkpoint-12/state.bin"))).unwrap();
+        assert!(state("halves") == state("whole"), "moments in {moments}");
+        for (nth, (from, flags)) in [("whole", &halves[..]), ("halves", &whole), ("halves", &halves)].into_iter().enumerate() {
+            let out = format!("resumed-{nth}");
+            workspace.copy_checkpoints(from, &out, &[6]);
+            assert_eq!(run(&mut workspace.resume(&out, flags)).digest(), digest, "{out}");
+            assert_whole(&workspace, &out);
+        }
+    }
+}
+
 /// Packed moments have the same format in checkpoints as in memory, and a run with them can be resumed with another layout.
 #[test]
 fn packed_moments_are_resumed() {

@@ -81,7 +81,7 @@ fn segment_ring(plan: &Plan, shape: &ModelShape) -> Option<RingShape> {
 
 #[test]
 fn segments_of_layers_change_no_bit() {
-    let (mut speculated, mut skipped, mut clipped, mut ringed, mut streamed, mut summed) = (0, 0, 0, 0, 0, 0);
+    let (mut speculated, mut skipped, mut clipped, mut ringed, mut streamed, mut halves, mut summed) = (0, 0, 0, 0, 0, 0, 0);
     for seed in seeds(120) {
         let pick = Pick(seed);
         let (layers, channels) = pick.of(0, &[(5, 32), (9, 32), (12, 32), (8, 64)]);
@@ -109,15 +109,18 @@ fn segments_of_layers_change_no_bit() {
         );
         let want = run(&plan(&format!("strategy = \"no-offload\"\nthreads = 1\n{common}"), &shape), &shape);
         let flow = cfg!(feature = "weight-flow") && pick.of(10, &[true, true, false]);
+        let strategy = pick.of(11, &["superoffload", "superoffload", "zero-offload"]);
+        let may_split = cfg!(feature = "repartition") && strategy == "superoffload" && !common.starts_with("dtype = \"float");
         let way = format!(
             "strategy = \"{}\"\nlayer-order = \"segments:{each},{turn}\"\nweights = \"{}\"\nbucket-mib = {}\nslots = {}\nactivations = \"{}\"\n\
-             without = [{}]\ndevice = \"cpu\"\nadversary = {seed}",
-            pick.of(11, &["superoffload", "superoffload", "zero-offload"]),
+             without = [{}]\nmasters = \"{}\"\ndevice = \"cpu\"\nadversary = {seed}",
+            strategy,
             if flow { "flow" } else { "auto" },
             pick.of(12, &[0.0078, 0.0156, 0.03]),
             pick.of(13, &[1, 2, 3]),
             pick.of(14, &["auto", "keep", "recompute-cheap", "recompute-block"]),
             pick.of(15, &["", "\"adaptive\""]),
+            if may_split { pick.of(21, &["float32", "split"]) } else { "float32" },
         );
         let request = settings(&format!("{way}\n{common}\nseed = 5\nseq-length = 8\nmax-steps = 99")).request(&shape);
         // A long segment leaves nothing to stream.
@@ -130,10 +133,12 @@ fn segments_of_layers_change_no_bit() {
         (speculated, skipped) = (speculated + have.counts.speculated, skipped + have.counts.skipped);
         (clipped, ringed) = (clipped + have.counts.clipped, ringed + usize::from(plan.placement.rings.grads.is_some()));
         streamed += usize::from(plan.placement.rings.weights.is_some());
+        halves += usize::from(plan.placement.rings.split_masters);
         summed += usize::from(plan.placement.rings.sums.is_some());
     }
     assert!(skipped > 0 && clipped > 0 && ringed > 0 && summed > 0, "{skipped} {clipped} {ringed} {summed}");
     assert_eq!((speculated > 0, streamed > 0), (cfg!(feature = "stv"), cfg!(feature = "weight-flow")));
+    assert_eq!(halves > 0, cfg!(all(feature = "weight-flow", feature = "repartition")));
 }
 
 /// The number of micro-batches changes no byte on the link: weights come once for the forward and once for the backward pass, and gradients

@@ -20,12 +20,6 @@ use std::path::Path;
 const LEARNING_RATE_MAX: f64 = 10.0;
 /// Largest epsilon of Adam. Gradients are far smaller, so a larger epsilon would suppress them.
 const EPSILON_MAX: f64 = 1.0;
-/// Largest beta1 with first moments in bfloat16, which are rounded to nearest. Up to this value they stay within 1.3 % of float32 moments
-/// when gradients become ten times smaller. With 0.999 they are three times too large.
-const PACKED_BETA1_MAX: f64 = 0.99;
-/// Largest beta1 with first moments in 8 bits, which have 4 bits of significand. From 0.944 on, a moment that is rounded to nearest no longer
-/// moves.
-const INT8_BETA1_MAX: f64 = 0.93;
 /// Largest bucket in MiB: 1 TiB.
 const BUCKET_MIB_MAX: f64 = 1_048_576.0;
 /// Largest number of optimizer threads, above the core count of any machine.
@@ -291,11 +285,7 @@ impl Settings {
             check((0.0..1.0).contains(&beta) && (beta as f32) < 1.0, flag, beta, "must be at least 0 and below 1 in float32")?;
         }
         let (moments, beta1) = (self.moments, self.adam_beta1);
-        let most = match moments {
-            Moments::Float32 => 1.0,
-            Moments::Bfloat16 => PACKED_BETA1_MAX,
-            Moments::Int8 => INT8_BETA1_MAX,
-        };
+        let most = moments.beta1_max();
         check(beta1 <= most, "adam-beta1", beta1, &format!("must be at most {most} with --moments {moments}"))?;
         let eps = self.adam_epsilon;
         check(eps <= EPSILON_MAX && eps as f32 > 0.0, "adam-epsilon", eps, &format!("must be above 0 in float32 and at most {EPSILON_MAX}"))

@@ -379,7 +379,7 @@ settings! {
         matmul_dtype: MatmulDtype => "that of --dtype", Free, Recipe;
         /// Format of AdamW's moments between steps.
         moments: Moments = Moments::Float32, Free, Recipe;
-        /// Storage of the GPU's master weights; split saves 2 bytes a parameter, without loss.
+        /// Storage of master weights; split saves 2 bytes a parameter, without loss.
         masters: MastersChoice = MastersChoice::Auto, Free, Wanted;
     }
 

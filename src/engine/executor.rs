@@ -113,6 +113,7 @@ pub(super) fn staging(plan: &Plan) -> Staging {
         grad_slots: plan.placement.grad_slots,
         param_slots: plan.placement.param_slots,
         streamed_weights: plan.streams_from_host(),
+        split_masters: plan.placement.rings.split_masters,
     }
 }
 
@@ -142,8 +143,7 @@ impl<D: Kernels> Engine<D> {
         let (mut dev, pool) = (dev, pool);
         let exchange = exchange((&mut dev, &mut host), &plan)?;
         let (slices, memory) = (exchange.slices(), Memory::new(&plan, &*exchange, (&mut dev, &mut host))?);
-        let (scratch, model, flow) =
-            StepScratch::take(&plan, &shape, slices, memory.weights, (&mut dev, &mut host), &memory.bounce_buffer)?;
+        let (scratch, model, flow) = StepScratch::take(&plan, &shape, slices, &memory, (&mut dev, &mut host))?;
         let report = StepResults::new(slices.elems(), plan.recipe.step.shares / slices.ranks(), exchange.sums_on(), &mut dev, &mut host)?;
         let expert_rows = ExpertRows::new(&shape, plan.micro_batches_of_rank(), (&mut dev, &mut host))?;
         model.prepare(&mut dev)?;

@@ -77,8 +77,7 @@ impl<D: Kernels> Engine<D> {
         exchange.take((dev, host), &plan)?;
         memory.take_weights(&plan, &**exchange, dev)?;
         let (shape, slices) = (self.model.shape.clone(), exchange.slices());
-        (self.scratch, self.model, self.flow) =
-            StepScratch::take(&plan, &shape, slices, memory.weights, (dev, host), &memory.bounce_buffer)?;
+        (self.scratch, self.model, self.flow) = StepScratch::take(&plan, &shape, slices, memory, (dev, host))?;
         self.coordinator.rearrange(&plan.placement.layout, staging(&plan));
         self.transfers.rearrange(dev, &plan.placement.layout, plan.placement.param_slots)?;
         self.plan = plan;

@@ -12,7 +12,9 @@ use crate::optim::formats::{Grads, Weights};
 use crate::optim::host_passes::{ArrayMemory, HostPasses, UseHostPasses};
 use crate::optim::optimizer::Optimizer;
 use crate::optim::simd::AdamKernels;
+use crate::optim::split::Masters;
 use crate::optim::state_array::{PerArray, StateArrays, StatePart};
+use half::bf16;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -58,10 +60,12 @@ impl SlotMemory {
 #[derive(Clone, Copy, Debug)]
 pub struct HostState {
     pub first: usize,
-    /// The arrays of the optimizer.
+    /// The arrays of the optimizer, as the host stores them.
     pub list: StateArrays,
     /// The memory of each array.
     pub arrays: PerArray<PinnedSlice>,
+    /// The upper halves of split masters: bfloat16 working weights, in the slots of streamed weights.
+    pub upper: Option<PinnedSlice>,
 }
 
 impl HostState {
@@ -87,7 +91,8 @@ impl HostState {
             let place = list[part].place(self.first, range);
             whole.slice(place.start, place.len())
         };
-        Self { first: range.start, list, arrays: self.arrays.map(part) }
+        let halves = |upper: PinnedSlice| upper.slice((range.start - self.first) * size_of::<bf16>(), range.len() * size_of::<bf16>());
+        Self { first: range.start, list, arrays: self.arrays.map(part), upper: self.upper.map(halves) }
     }
 }
 
@@ -143,11 +148,13 @@ unsafe impl Job for StepJob {
         let (state, params) = (self.state.list.bytes(elems), self.state.list[StatePart::PARAMS].bytes(elems));
         let (grads, weights) = (elems * self.memory.grads.dtype.bytes(), elems * self.memory.params.dtype.bytes());
         let inverse = |undo: Option<GradUpdate>| if undo.is_some() { 2 * state + grads } else { 0 };
+        // Split masters are halves of the weights, which are read as well.
+        let (halves, emitted) = if self.state.upper.is_some() { (weights, 0) } else { (0, params + weights) };
         let bytes = match self.work {
             Work::CommitThenSpeculate { pending: None, .. } => state + grads + weights,
             Work::CommitThenSpeculate { .. } => 2 * state + 2 * grads + weights,
-            Work::Step { undo, .. } => inverse(undo) + 2 * state + grads + weights,
-            Work::Restore { undo } => inverse(undo) + params + weights,
+            Work::Step { undo, .. } => inverse(undo) + 2 * state + grads + weights + halves,
+            Work::Restore { undo } => inverse(undo) + emitted,
             Work::Commit(_) => 2 * state + grads,
             // The gradient is moved from one slot to another.
             Work::SpeculateRows(_) => state + 2 * grads + weights,
@@ -163,7 +170,8 @@ unsafe impl Job for StepJob {
     unsafe fn run(&self, piece: usize) {
         let start = piece * self.piece_elems();
         let end = (start + self.piece_elems()).min(self.elems());
-        self.memory.optimizer.with_host_passes(self.memory.kernels, JobPiece { job: self, piece: start..end });
+        let masters = if self.state.upper.is_some() { Masters::Split } else { Masters::Float32 };
+        self.memory.optimizer.with_host_passes((self.memory.kernels, masters), JobPiece { job: self, piece: start..end });
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::dtype::Dtype;
 use half::{bf16, f16};
+use std::ops::Range;
 
 /// Runs `$body` with the typed slice inside a [`Grads`] or a [`Weights`].
 macro_rules! typed {
@@ -27,6 +28,18 @@ pub enum Grads<'a> {
 }
 
 impl<'a> Grads<'a> {
+    /// The gradients of the elements `at`.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub(super) fn part(self, at: Range<usize>) -> Self {
+        match self {
+            Self::F32(all) => Self::F32(&all[at]),
+            Self::Bf16(all) => Self::Bf16(&all[at]),
+            Self::F16(all) => Self::F16(&all[at]),
+        }
+    }
+
     /// Reads `bytes` as gradients of `dtype`.
     ///
     /// # Panics

@@ -9,6 +9,7 @@ use crate::optim::int8_state::{Int8State, MomentGroups};
 use crate::optim::moments::{Moment, Moments};
 use crate::optim::optimizer::{Optimizer, Update};
 use crate::optim::simd::AdamKernels;
+use crate::optim::split::{Masters, SplitInt8State, SplitState};
 use crate::optim::state_array::PerArray;
 use half::bf16;
 use std::marker::PhantomData;
@@ -78,12 +79,16 @@ pub(crate) trait UseHostPasses {
 }
 
 impl Optimizer {
-    /// Gives the passes of this optimizer to `user`, compiled for the formats of its state.
-    pub(crate) fn with_host_passes(&self, kernels: AdamKernels, user: impl UseHostPasses) {
-        match *self {
-            Self::AdamW { hyper, moments: Moments::Float32 } => user.use_passes(AdamWPasses::<f32>::new(kernels, hyper)),
-            Self::AdamW { hyper, moments: Moments::Bfloat16 } => user.use_passes(AdamWPasses::<bf16>::new(kernels, hyper)),
-            Self::AdamW { hyper, moments: Moments::Int8 } => user.use_passes(Int8Passes { kernels, hyper }),
+    /// Gives the passes of this optimizer to `user`, compiled for the formats of its state. The masters are stored as `masters`.
+    pub(crate) fn with_host_passes(&self, (kernels, masters): (AdamKernels, Masters), user: impl UseHostPasses) {
+        let Self::AdamW { hyper, moments } = *self;
+        match (masters, moments) {
+            (Masters::Float32, Moments::Float32) => user.use_passes(AdamWPasses::<f32>::new(kernels, hyper)),
+            (Masters::Float32, Moments::Bfloat16) => user.use_passes(AdamWPasses::<bf16>::new(kernels, hyper)),
+            (Masters::Float32, Moments::Int8) => user.use_passes(Int8Passes { kernels, hyper }),
+            (Masters::Split, Moments::Float32) => user.use_passes(SplitPasses(AdamWPasses::<f32>::new(kernels, hyper))),
+            (Masters::Split, Moments::Bfloat16) => user.use_passes(SplitPasses(AdamWPasses::<bf16>::new(kernels, hyper))),
+            (Masters::Split, Moments::Int8) => user.use_passes(SplitPasses(Int8Passes { kernels, hyper })),
         }
     }
 }
@@ -210,4 +215,98 @@ impl HostPasses for Int8Passes {
     fn emit(self, state: &Int8State<'_>, out: Weights<'_>) {
         self.kernels.emit(state.params, out);
     }
+}
+
+/// The passes of AdamW with split masters, whose upper halves are the working weights. Such a state is stepped after the verdict alone.
+#[derive(Clone, Copy, Debug)]
+struct SplitPasses<P>(P);
+
+/// The arrays of a part beside its working weights.
+pub(crate) struct LowerState<M> {
+    /// Index of the first element in the flat order.
+    first: usize,
+    /// Lower halves of the masters.
+    lower: M,
+    m: M,
+    v: M,
+}
+
+/// The step of split masters with one format of moments.
+trait SplitStep: Copy {
+    fn split_step(self, step: AdamStep, state: &mut LowerState<&mut [u8]>, grads: Grads<'_>, weights: &mut [bf16]);
+    fn step_constants(self, update: Update, decay: bool) -> AdamStep;
+}
+
+impl<M: Moment> SplitStep for AdamWPasses<M> {
+    fn split_step(self, step: AdamStep, state: &mut LowerState<&mut [u8]>, grads: Grads<'_>, weights: &mut [bf16]) {
+        let LowerState { first, lower, m, v } = state;
+        let [m, v] = [m, v].map(|moments| bytemuck::cast_slice_mut::<u8, M>(moments));
+        let state = &mut SplitState { first: *first, weights, lower: bytemuck::cast_slice_mut(lower), m, v };
+        self.kernels.step_split(step, state, grads);
+    }
+
+    fn step_constants(self, update: Update, decay: bool) -> AdamStep {
+        constants(self.hyper, update, decay)
+    }
+}
+
+impl SplitStep for Int8Passes {
+    fn split_step(self, step: AdamStep, state: &mut LowerState<&mut [u8]>, grads: Grads<'_>, weights: &mut [bf16]) {
+        let LowerState { first, lower, m, v } = state;
+        let [m, v] = [m, v].map(|moments| bytemuck::cast_slice_mut(moments));
+        let state = SplitInt8State { first: *first, weights, lower: bytemuck::cast_slice_mut(lower), m, v };
+        self.kernels.step_split_int8(step, state, grads);
+    }
+
+    fn step_constants(self, update: Update, decay: bool) -> AdamStep {
+        constants(self.hyper, update, decay)
+    }
+}
+
+impl<P: SplitStep> HostPasses for SplitPasses<P> {
+    type State<'a> = LowerState<&'a mut [u8]>;
+    type Step = AdamStep;
+
+    fn state<'a>(self, first: usize, arrays: PerArray<ArrayMemory<'a>>) -> LowerState<&'a mut [u8]> {
+        let [lower, m, v] = arrays.into_array().map(ArrayMemory::own);
+        LowerState { first, lower, m, v }
+    }
+
+    fn constants(self, update: Update, decay: bool) -> AdamStep {
+        self.0.step_constants(update, decay)
+    }
+
+    fn step(self, step: AdamStep, state: &mut LowerState<&mut [u8]>, grads: Grads<'_>, out: Weights<'_>) {
+        let Weights::Bf16(weights) = out else { unreachable!("split masters have bfloat16 weights") };
+        self.0.split_step(step, state, grads, weights);
+    }
+
+    /// # Panics
+    /// Always: a speculation would write into the state.
+    fn speculate(self, _: AdamStep, _: &mut LowerState<&mut [u8]>, _: Grads<'_>, _: Weights<'_>) {
+        unreachable!("split masters are stepped after the verdict")
+    }
+
+    /// # Panics
+    /// Always: no update is pending.
+    #[cfg(feature = "stv")]
+    fn commit(self, _: AdamStep, _: &mut LowerState<&mut [u8]>, _: Grads<'_>) {
+        unreachable!("split masters are stepped after the verdict")
+    }
+
+    /// # Panics
+    /// Always: no update is pending.
+    #[cfg(feature = "stv")]
+    fn commit_then_speculate(self, _: (AdamStep, Grads<'_>), _: (AdamStep, Grads<'_>), _: &mut LowerState<&mut [u8]>, _: Weights<'_>) {
+        unreachable!("split masters are stepped after the verdict")
+    }
+
+    /// # Panics
+    /// Always: settings with the inverse rollback have float32 masters.
+    fn inverse(self, _: AdamStep, _: &mut LowerState<&mut [u8]>, _: Grads<'_>) {
+        unreachable!("the inverse rollback has float32 masters")
+    }
+
+    /// Leaves the working weights as they are: they are part of the state.
+    fn emit(self, _: &LowerState<&mut [u8]>, _: Weights<'_>) {}
 }

@@ -151,6 +151,14 @@ pub(crate) fn join(weights: &[bf16], lower: &[u16], v: Option<&[u8]>, masters: &
     }
 }
 
+/// Joins the halves of `masters`, none of which is a tie.
+#[inline(always)]
+pub(crate) fn join_settled(weights: &[bf16], lower: &[u16], masters: &mut [f32]) {
+    for ((master, &weight), &lower) in masters.iter_mut().zip(weights).zip(lower) {
+        *master = SplitMaster { weight, lower, tie: false }.master();
+    }
+}
+
 /// Gives the `elems` stored values `to` the signs of `from`.
 pub(crate) fn copy_signs(from: &[u8], to: &mut [u8], elems: usize) {
     let width = from.len() / elems.max(1);
@@ -213,7 +221,7 @@ pub(crate) fn step_int8<G: Element>(step: AdamStep, state: &mut SplitInt8State<'
     for ((nth, ((m, v), (weights, lower))), grads) in groups.enumerate().zip(grads.chunks(GROUP)) {
         let mut masters = [0.0; GROUP];
         let params = &mut masters[..grads.len()];
-        join(weights, lower, None, params);
+        join_settled(weights, lower, params);
         let groups = (std::slice::from_mut(m), std::slice::from_mut(v));
         let state = &mut Int8State::new(*first + nth * GROUP, params, groups.0, groups.1);
         int8_state::run([Some((step, grads)), None], state, Some(&mut *weights));

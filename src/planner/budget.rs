@@ -124,6 +124,8 @@ pub struct Rings {
     pub sums_on_host: bool,
     /// The ring of gradient sums, if segments of layers share their memory. Its elements are sums.
     pub sums: Option<RingShape>,
+    /// Whether the upper halves of the host's masters are the streamed weights. Such masters are split, and stepped after the verdict.
+    pub split_masters: bool,
 }
 
 /// All inputs of memory and time except the planner's choice.
@@ -150,10 +152,16 @@ impl Workload<'_> {
         self.recipe.optimizer().device_arrays(masters)
     }
 
+    /// The arrays of a state that the host steps, without the working weights.
+    fn host_arrays(&self, rings: Rings) -> StateArrays {
+        if rings.split_masters { self.device_arrays(Tier::Device) } else { self.recipe.numerics.moments.arrays() }
+    }
+
     /// Host slots for gradients: one for each offloaded bucket, so that no bucket waits. With deferred updates there are `slots` more,
     /// because each bucket keeps its slot for another step.
-    pub(crate) fn grad_slots(&self, layout: &BucketLayout) -> usize {
-        if self.protocol.rules.policy == Policy::Deferred { layout.offloaded() + self.slots } else { layout.offloaded() }
+    pub(crate) fn grad_slots(&self, layout: &BucketLayout, rings: Rings) -> usize {
+        let defers = self.protocol.rules.policy == Policy::Deferred && !rings.split_masters;
+        if defers { layout.offloaded() + self.slots } else { layout.offloaded() }
     }
 
     /// Host slots for working weights: the reusable slots, or one for each offloaded bucket if weights stream from the host.
@@ -293,9 +301,9 @@ impl Workload<'_> {
             class("activations", MemorySpace::Device, ranks * activations.device_bytes().0 as usize),
             class("segment boundaries", MemorySpace::Device, boundaries.device_elems() * width),
             class("norm partials", MemorySpace::Device, owned / BLOCK * 4 + ranks * 4),
-            class("offloaded p, m, v", MemorySpace::Host, arrays.bytes(offloaded)),
+            class("offloaded p, m, v", MemorySpace::Host, self.host_arrays(rings).bytes(offloaded)),
             class("paged p, m, v", MemorySpace::Host, arrays.bytes(paged)),
-            class("gradient slots", MemorySpace::Host, self.grad_slots(layout) * slot_bytes),
+            class("gradient slots", MemorySpace::Host, self.grad_slots(layout, rings) * slot_bytes),
             class("gradients' sums", MemorySpace::Host, summed_there * sum_bytes),
             class(params_name, MemorySpace::Host, self.param_slots(layout, rings) * slot_bytes),
             class("kept activations", MemorySpace::Host, ranks * activations.host_bytes().0 as usize),

@@ -6,14 +6,17 @@
 
 use super::budget::{Rings, Workload};
 use super::predict::{Prediction, Predictor};
+use super::protocol::Protocol;
 use super::site::Site;
 use crate::bucket::layout::BucketLayout;
 use crate::device::DeviceKind;
 use crate::device::footprint::MemoryClass;
+use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::model::activations::{ActivationPlan, LossTile};
 use crate::model::policy::LayerPolicy;
 use crate::model::tensors::TensorTable;
+use crate::optim::split::Masters;
 use crate::request::choices::{ActivationsChoice, WeightsChoice};
 
 /// Limits of a tile of logits on a device that shares the host's memory: columns and bytes.
@@ -105,6 +108,8 @@ enum WeightPlacement {
     Flat,
     /// Streamed: from the host, or from slices over the ranks of each process.
     Streamed,
+    /// Streamed from the host, as the upper halves of split masters.
+    StreamedHalves,
     /// Streamed from slices over the ranks of all processes.
     FullySharded,
 }
@@ -132,8 +137,12 @@ impl Planner<'_> {
         let chosen = LossTile { rows: self.tokens().min(SHARED_TILE_BYTES_MAX / (vocab * width)).max(1), vocab, tail: 0 };
         let tile = self.permitted.tile.unwrap_or(chosen);
         let policies = self.mixes(false).remove(0);
-        // The first location is the requested one, or the flat array.
-        let use_rings = UseRings { grads: false, weights: self.weight_placements()[0], sums_on_host: false };
+        // The first location is the requested one, or the flat array. Split masters that are asked for are split on the host as well.
+        let weights = match self.weight_placements() {
+            [WeightPlacement::Streamed, WeightPlacement::StreamedHalves] => WeightPlacement::StreamedHalves,
+            placements => placements[0],
+        };
+        let use_rings = UseRings { grads: false, weights, sums_on_host: false };
         let layout = match self.permitted.residency {
             Residency::Exactly(resident) => self.resident(resident),
             Residency::Largest => self.resident((self.layout.count() / SHARED_RESIDENT_ONE_IN).min(self.most_resident(use_rings))),
@@ -168,18 +177,26 @@ impl Planner<'_> {
 
     /// Possible locations of the weights, the fastest first.
     fn weight_placements(&self) -> &'static [WeightPlacement] {
-        use WeightPlacement::{Flat, FullySharded, Streamed};
+        use WeightPlacement::{Flat, FullySharded, Streamed, StreamedHalves};
         let Site { ranks, processes, .. } = *self.workload.site;
         match self.permitted.weights {
             // With one rank a process, slices over the ranks of a process would be all weights.
             WeightsChoice::Auto if processes > 1 && ranks == processes => &[Flat, FullySharded],
             WeightsChoice::Auto if processes > 1 => &[Flat, Streamed, FullySharded],
+            WeightsChoice::Auto if self.may_stream_halves() => &[Flat, Streamed, StreamedHalves],
             WeightsChoice::Auto => &[Flat, Streamed],
             WeightsChoice::Replicated => &[Flat],
             WeightsChoice::FullySharded if processes > 1 => &[FullySharded],
+            WeightsChoice::Flow if self.may_stream_halves() => &[Streamed, StreamedHalves],
             // With one process, its ranks are all ranks.
             WeightsChoice::Flow | WeightsChoice::Sharded | WeightsChoice::FullySharded => &[Streamed],
         }
+    }
+
+    /// Whether streamed weights can be the upper halves of masters: these are split, and one device streams bfloat16 weights from the host.
+    fn may_stream_halves(&self) -> bool {
+        let Protocol { masters, link_dtype, .. } = *self.workload.protocol;
+        masters == Masters::Split && self.workload.site.ranks == 1 && link_dtype == Dtype::Bfloat16
     }
 
     /// The best candidate with this tile.
@@ -226,6 +243,7 @@ impl Planner<'_> {
         Rings {
             grads: use_rings.grads.then(|| self.workload.grad_ring(layout, self.table)).flatten(),
             weights,
+            split_masters: weights.is_some() && use_rings.weights == WeightPlacement::StreamedHalves,
             fully_sharded: weights.is_some() && use_rings.weights == WeightPlacement::FullySharded,
             sums_on_host: use_rings.sums_on_host && layout.offloaded() > 0,
             sums: self.workload.sum_ring(self.table),
@@ -242,10 +260,9 @@ impl Planner<'_> {
     fn largest_residency(&self, activations: &ActivationPlan, use_rings: UseRings) -> BucketLayout {
         let most = self.most_resident(use_rings);
         // If all of them are resident, there are no staging buffers.
-        if self.lacking(most, use_rings, activations).0 == 0 {
-            return self.resident(most);
-        }
-        let fitting = partition_point(most, |resident| self.lacking(resident + 1, use_rings, activations).0 == 0);
+        let fits_most = self.lacking(most, use_rings, activations).0 == 0;
+        let fitting =
+            if fits_most { most } else { partition_point(most, |resident| self.lacking(resident + 1, use_rings, activations).0 == 0) };
         self.resident(fitting.max(self.least_residency(activations, use_rings)))
     }
 

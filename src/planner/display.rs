@@ -128,8 +128,11 @@ impl Plan {
             )?,
         }
         if self.protocol.masters == Masters::Split {
-            let (split, every) = (layout.buckets_in(Tier::Device).len(), "every bucket that the device steps");
-            writeln!(f, "  masters     split in {split} of {count} buckets, {every}: 16 bits beside each bfloat16 weight, without loss")?;
+            let (split, buckets) = match self.host_masters() {
+                Masters::Float32 => (layout.buckets_in(Tier::Device).len(), "every bucket that the device steps"),
+                Masters::Split => (count, "those on the host stepped after the verdict"),
+            };
+            writeln!(f, "  masters     split in {split} of {count} buckets, {buckets}: 16 bits beside each bfloat16 weight, without loss")?;
         }
         if !layout.early().is_empty() {
             let early = layout.early().len();

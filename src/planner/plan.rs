@@ -19,6 +19,7 @@ use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::clip::ClipRule;
 use crate::optim::optimizer::Optimizer;
+use crate::optim::split::Masters;
 use crate::ranks::progress::CounterSizes;
 use crate::recipe::{Recipe, StepShape};
 use crate::request::choices::{CastSide, LayerOrder};
@@ -54,11 +55,17 @@ impl Plan {
         let formats = |plan: &Self| (plan.protocol.link_dtype, plan.protocol.masters);
         let cut = |plan: &Self| (plan.placement.layout.with_resident(0), plan.site.ranks, formats(plan), plan.protocol.rules);
         assert_eq!(cut(self), cut(&other), "another cut is no other place");
+        assert!(self.is_movable() && other.is_movable(), "split masters of the host keep their places");
         // The engine receives the norm with each step.
         let recipe = Recipe { max_grad_norm: self.recipe.max_grad_norm, ..other.recipe };
         assert_eq!(self.recipe.differences(&recipe), [], "another recipe is no other place");
         let forecast = Forecast { usual_tile: self.forecast.usual_tile, ..other.forecast };
         Self { placement: other.placement, forecast, ..self.clone() }
+    }
+
+    /// Whether states can move to other places between steps. Split masters of the host cannot: they lie among the streamed weights.
+    pub(crate) fn is_movable(&self) -> bool {
+        self.host_masters() == Masters::Float32
     }
 
     /// This plan with `host_memory` as the source of host memory.
@@ -178,6 +185,7 @@ impl Plan {
             cast: if self.device_casts() { CastSide::Device } else { CastSide::Host },
             without: self.protocol.techniques.off(),
             layer_order: self.layer_order(),
+            masters: self.protocol.masters.into(),
             ..request.wanted.clone()
         };
         Request { kernels, wanted, ..request.clone() }
@@ -229,6 +237,11 @@ impl Plan {
     /// Whether weights stream from host memory, module by module.
     pub(crate) fn streams_from_host(&self) -> bool {
         self.placement.rings.weights.is_some() && self.site.ranks == 1
+    }
+
+    /// Storage of the masters of buckets that the host steps.
+    pub(crate) fn host_masters(&self) -> Masters {
+        if self.placement.rings.split_masters { Masters::Split } else { Masters::Float32 }
     }
 
     /// See [`device_casts`].

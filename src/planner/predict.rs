@@ -131,7 +131,7 @@ impl<'a> Predictor<'a> {
         // pass hides it.
         let (forward_s, backward_s) = (device_s / 3.0, device_s / 1.5);
         let validated_s = (backward_s.max(pass_link_s) + forward_s.max(stepped_s).max(pass_link_s)).max(peers_s) + start_up_s;
-        if self.workload.protocol.rules.policy == Policy::ValidateFirst {
+        if self.workload.protocol.rules.policy == Policy::ValidateFirst || rings.split_masters {
             return Prediction { device_s, pool_s: stepped_s, link_s, peers_s, step_s: validated_s, validated_s };
         }
         // With a gradient ring the backward pass waits for the pool, so no pool work is left to overlap the next forward pass.

@@ -17,7 +17,7 @@ pub struct Protocol {
     pub rules: Rules,
     /// The next forward waits for all parameters, not per bucket (ZeRO-Offload).
     pub barrier: bool,
-    /// Storage of master weights whose buckets the device steps.
+    /// Storage of master weights whose buckets the device steps, and of streamed weights if the placement says so.
     pub masters: Masters,
     /// Format of gradients and parameters on the link; fp32 when the device casts.
     pub link_dtype: Dtype,

@@ -6,9 +6,10 @@ use crate::bucket::layout::Tier;
 use crate::error::{Error, Result};
 use crate::memory::MemorySpace;
 use crate::optim::moments::Moments;
+use crate::optim::optimizer::Optimizer;
 use crate::planner::plan::Plan;
 use crate::request::Request;
-use crate::request::choices::{ActivationsChoice, ResidentBuckets, Strategy, WeightsChoice};
+use crate::request::choices::{ActivationsChoice, MastersChoice, ResidentBuckets, Strategy, WeightsChoice};
 use crate::units::Bytes;
 
 /// Shorter sequences are never recommended.
@@ -54,7 +55,7 @@ impl Plan {
     fn host_shortage(&self, request: &Request) -> Option<Balance> {
         let [_, host] = self.balances();
         let machine = Machine { host_bytes: u64::MAX, ..self.site.machine.clone() };
-        let mut unlimited = request.clone();
+        let mut unlimited = request.with_split_masters().unwrap_or_else(|| request.clone());
         unlimited.site.host_limit = None;
         let other = Plan::new(&unlimited, &machine, self.site.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
         let [_, needed] = other.balances();
@@ -104,6 +105,7 @@ impl Plan {
             ("weights sharded", with(&|r| r.wanted.weights = WeightsChoice::Sharded)),
             ("weights fully-sharded", with(&|r| r.wanted.weights = WeightsChoice::FullySharded)),
             ("weights flow", with(&|r| r.wanted.weights = WeightsChoice::Flow)),
+            ("masters auto", with(&|r| r.wanted.masters = MastersChoice::Auto)),
             ("allow-changed numerics", with(&|r| r.kernels.loss_tile = None)),
         ];
         remedies.extend(batches);
@@ -115,6 +117,9 @@ impl Plan {
             remedies.push(("moments bfloat16", with(&|r| r.recipe.numerics.moments = Moments::Bfloat16)));
             let both = with(&|r| (r.cut.shares, r.recipe.numerics.moments) = (partial_sums, Moments::Bfloat16));
             remedies.extend(is_alone.then_some(("moments bfloat16 --gradient-shares", both)));
+            let Optimizer::AdamW { hyper, .. } = request.recipe.optimizer();
+            let int8 = (hyper.beta1 <= Moments::Int8.beta1_max()).then(|| with(&|r| r.recipe.numerics.moments = Moments::Int8));
+            remedies.extend(int8.map(|int8| ("moments int8", int8)));
         }
         remedies.push(("nondeterministic", with(&|r| r.kernels.deterministic = false)));
         remedies.extend(lengths);

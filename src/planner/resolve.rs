@@ -45,11 +45,20 @@ const BUCKETS_MIN: usize = 16;
 pub(crate) const SLOTS: usize = 8;
 
 impl Plan {
-    /// Resolves `request` on `machine`, with memory for a timeline if `trace`. [`Plan::check_fits`] checks whether the plan fits.
+    /// Resolves `request` on `machine`, with memory for a timeline if `trace`. [`Plan::check_fits`] checks whether the plan fits. If
+    /// nothing fits with float32 masters and their storage is open, they are split.
     ///
     /// # Errors
     /// `Usage` if a setting needs a technique that is not compiled in, or does not suit this model or machine.
     pub fn new(request: &Request, machine: &Machine, trace: bool) -> Result<Self> {
+        let plan = Self::resolve(request, machine, trace)?;
+        let split = request.with_split_masters().filter(|_| plan.shortage().is_some());
+        let split = split.and_then(|request| Self::resolve(&request, machine, trace).ok());
+        Ok(split.filter(|plan| plan.shortage().is_none()).unwrap_or(plan))
+    }
+
+    /// The plan of `request`, with float32 masters if their storage is open.
+    fn resolve(request: &Request, machine: &Machine, trace: bool) -> Result<Self> {
         let (techniques, shape) = (Techniques::new(request), request.shape());
         let table = TensorTable::new(shape);
         check(request, &table, machine.kind)?;
@@ -69,11 +78,12 @@ impl Plan {
         check_early(request.early_rows, &choice.layout)?;
         // A plan that no run follows shows the memory that training needs.
         let is_shown = request.site.save_memory == SaveMemory::Auto && !trace;
-        let save_copies = if is_shown { SaveCopies::default() } else { workload.take_copies(&choice.layout, &mut choice.memory) };
+        let save_copies =
+            if is_shown { SaveCopies::default() } else { workload.take_copies((&choice.layout, choice.rings), &mut choice.memory) };
         let placement = Placement {
             save_copies,
             rings: choice.rings,
-            grad_slots: workload.grad_slots(&choice.layout),
+            grad_slots: workload.grad_slots(&choice.layout, choice.rings),
             param_slots: workload.param_slots(&choice.layout, choice.rings),
             layout: choice.layout,
             layer_policies: choice.policies,

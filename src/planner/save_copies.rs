@@ -1,6 +1,6 @@
 //! Memory for copies of states that wait to be saved, so that steps need not wait for the disk.
 
-use super::budget::{Workload, balances};
+use super::budget::{Rings, Workload, balances};
 use super::placement::SaveCopies;
 use super::plan::Plan;
 use crate::bucket::layout::{BucketLayout, Tier};
@@ -32,9 +32,10 @@ impl Workload<'_> {
 
     /// Sets the copies of a run whose other memory is `classes`, and replaces the memory of requested copies by theirs. The device has as
     /// many as fit, the host as many as were requested or fit.
-    pub(super) fn take_copies(&self, layout: &BucketLayout, classes: &mut Vec<MemoryClass>) -> SaveCopies {
+    pub(super) fn take_copies(&self, (layout, rings): (&BucketLayout, Rings), classes: &mut Vec<MemoryClass>) -> SaveCopies {
         classes.retain(|class| ![COPIES, LISTS].contains(&class.name));
-        let copies = self.copies(layout, classes);
+        let stops = obstacle(self.site.processes, layout, rings).is_some();
+        let copies = if stops { SaveCopies::default() } else { self.copies(layout, classes) };
         classes.extend(self.copies_classes(layout, copies));
         copies
     }
@@ -58,9 +59,7 @@ impl Workload<'_> {
             let copies = SaveCopies { host: all.checked_sub(staged)?, device };
             (copies.host >= copies.direct(resident(layout))).then_some(copies)
         };
-        let stops = obstacle(self.site.processes, layout).is_some();
-        let tried = [self.copies_on_device(layout, device_bytes), 0].into_iter().filter(|_| !stops);
-        tried.into_iter().find_map(with).unwrap_or_default()
+        [self.copies_on_device(layout, device_bytes), 0].into_iter().find_map(with).unwrap_or_default()
     }
 
     /// Copies that fit `bytes` of all devices together: at most one of each bucket whose state is there. A device copies states in its
@@ -107,7 +106,7 @@ impl Plan {
         let is_short = copies.host < copies.direct(resident(layout));
         let bytes = Bytes((self.copy_bytes() * resident(layout)) as u64);
         let too_little = is_short.then(|| format!("copies of the states on the device take {bytes} of --save-memory"));
-        obstacle(self.site.processes, layout).or(too_little)
+        obstacle(self.site.processes, layout, self.placement.rings).or(too_little)
     }
 
     /// Bytes of states that copies can have while they wait to be saved.
@@ -138,9 +137,12 @@ fn resident(layout: &BucketLayout) -> usize {
 }
 
 /// Why a save must stop training, however much memory there is.
-fn obstacle(processes: usize, layout: &BucketLayout) -> Option<String> {
+fn obstacle(processes: usize, layout: &BucketLayout, rings: Rings) -> Option<String> {
     if processes > 1 {
         return Some(format!("the state lies in {processes} processes"));
+    }
+    if rings.split_masters {
+        return Some("masters on the host are split, and halves of them are streamed weights".into());
     }
     (!layout.buckets_in(Tier::Unified).is_empty()).then(|| "states are in unified memory".into())
 }

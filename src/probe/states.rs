@@ -57,6 +57,7 @@ impl States {
             Ok(memory)
         };
         let state = HostState {
+            upper: None,
             first: 0,
             list: Moments::Float32.arrays(),
             arrays: [state("parameters", 0.05)?, state("m", 1e-3)?, state("v", 1e-6)?].into(),

@@ -3,6 +3,7 @@
 use crate::device::ExpertProducts;
 use crate::model::head_rows::HeadRows;
 use crate::model::policy::LayerPolicy;
+use crate::optim::split::Masters;
 use crate::units::Bytes;
 use clap::ValueEnum;
 use std::fmt;
@@ -38,16 +39,25 @@ pub enum IsaChoice {
     Sve2,
 }
 
-/// Storage of fp32 master weights whose buckets the device steps.
+/// Storage of fp32 master weights: of buckets that the device steps, and of streamed weights where nothing else fits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MastersChoice {
-    /// As float32.
+    /// As float32, or split if nothing fits otherwise.
     Auto,
     /// 32 bits beside each weight.
     Float32,
     /// 16 bits beside each bfloat16 weight, without loss.
     Split,
+}
+
+impl From<Masters> for MastersChoice {
+    fn from(masters: Masters) -> Self {
+        match masters {
+            Masters::Float32 => Self::Float32,
+            Masters::Split => Self::Split,
+        }
+    }
 }
 
 /// Side of the link that converts gradients between formats.

@@ -9,15 +9,17 @@ pub(crate) mod cut;
 pub(crate) mod wanted;
 
 use crate::device::LongSums;
+use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::faults::RankFault;
 use crate::model::activations::LossTile;
 use crate::model::shape::ModelShape;
-use crate::recipe::{Recipe, StepShape};
+use crate::recipe::{Numerics, Recipe, StepShape};
 use crate::units::Bytes;
 use check::require;
 use choices::{
-    AttentionChoice, EarlyRows, ExpertProductsChoice, HeadRowsChoice, HostMemoryKind, IsaChoice, SaveMemory, Strategy, Transport,
+    AttentionChoice, EarlyRows, ExpertProductsChoice, HeadRowsChoice, HostMemoryKind, IsaChoice, MastersChoice, SaveMemory, Strategy,
+    Transport,
 };
 use cut::{StepCut, StepSplit};
 use std::path::PathBuf;
@@ -137,6 +139,13 @@ impl Request {
     pub(crate) fn splits(&self) -> Result<Vec<Wanted>> {
         let splits = self.cut.splits(self.wanted.split)?.into_iter();
         Ok(splits.map(|split| Wanted { split, ..self.wanted.clone() }).collect())
+    }
+
+    /// This request with split masters, if their storage is open and possible: weights are in bfloat16, and no step is inverted.
+    pub(crate) fn with_split_masters(&self) -> Option<Self> {
+        let Numerics { dtype, inverse_rollback, .. } = self.recipe.numerics;
+        let is_open = self.wanted.masters == MastersChoice::Auto && dtype == Dtype::Bfloat16 && !inverse_rollback;
+        is_open.then(|| self.with(Wanted { masters: MastersChoice::Split, ..self.wanted.clone() }))
     }
 
     /// This request with other choices.

@@ -47,7 +47,7 @@ impl Replanner {
     pub(super) fn new(settings: &Settings, plan: &Plan) -> Self {
         match settings.replan {
             // The new plan would not reach other processes.
-            _ if plan.site.processes > 1 => Self::Off,
+            _ if plan.site.processes > 1 || !plan.is_movable() => Self::Off,
             ReplanChoice::Auto if is_possible(plan) => Self::Watching(PlanWatch::new(settings.request(&plan.recipe.model))),
             ReplanChoice::Random => Self::Random(settings.request(&plan.recipe.model)),
             ReplanChoice::Auto | ReplanChoice::Off => Self::Off,
@@ -181,7 +181,7 @@ fn draw(request: &Request, plan: &Plan, step: u64) -> ReplanStep {
     };
     // Not everything goes with everything: few weights, or none that are offloaded, do not stream.
     let mut plans = (0..8).map(|_| Plan::new(&request.with(places(&mut one_of)), &plan.site.machine, plan.site.trace_spans > 0));
-    let plan = plans.find_map(|plan| plan.ok().filter(|plan| plan.shortage().is_none()));
+    let plan = plans.find_map(|plan| plan.ok().filter(|plan| plan.shortage().is_none() && plan.is_movable()));
     plan.map_or(ReplanStep::Stay, |plan| ReplanStep::Move(plan, "places drawn at random".into()))
 }
 

@@ -32,8 +32,9 @@ const ON_DEVICE: [(&str, &str); 23] = [
     ("matrix workspace", "matrix workspace"),
 ];
 
-const ON_HOST: [(&str, &str); 17] = [
+const ON_HOST: [(&str, &str); 18] = [
     ("parameters", "offloaded p, m, v"),
+    ("lower halves", "offloaded p, m, v"),
     ("m", "offloaded p, m, v"),
     ("v", "offloaded p, m, v"),
     ("gradient slots", "gradient slots"),

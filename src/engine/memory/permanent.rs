@@ -3,6 +3,7 @@
 
 use super::bounce_buffer::BounceBuffer;
 use super::states::StateTiers;
+use crate::bucket::layout::Tier;
 use crate::bucket::slices::Slices;
 use crate::device::{Device, DeviceSlice, Kernels, Lease, Sides};
 use crate::engine::ranks::exchange::Exchange;
@@ -12,6 +13,7 @@ use crate::model::init::init_flat;
 use crate::model::tensors::TensorTable;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::moments::Rounding;
+use crate::optim::split::Masters;
 use crate::optim::state_array::StatePart;
 use crate::planner::plan::Plan;
 
@@ -23,15 +25,19 @@ pub(in crate::engine) struct Memory {
     /// Inputs of all micro-batches of a step.
     batches: PinnedSlice,
     pub(in crate::engine) bounce_buffer: BounceBuffer,
+    /// Slots of streamed weights that are the upper halves of the host's masters.
+    pub(super) split_weights: Option<PinnedSlice>,
 }
 
 impl Memory {
     pub(in crate::engine) fn new<D: Kernels>(plan: &Plan, exchange: &dyn Exchange<D>, (dev, host): Sides<'_, D>) -> Result<Self> {
-        let states = StateTiers::new((plan.optimizer(), plan.protocol.masters), exchange.slices(), (dev, host))?;
+        let slices = exchange.slices();
+        let split_weights = split_weights(plan, slices, (dev, host))?;
+        let states = StateTiers::new((plan.optimizer(), plan.protocol.masters), slices, split_weights, (dev, host))?;
         let batches = host.alloc("batches", plan.micro_batches_of_rank() * input_bytes(plan))?;
         dev.pin(batches)?;
         let (weights, bounce_buffer) = (DeviceSlice::at(0, 0, plan.recipe.numerics.dtype), BounceBuffer::new((dev, host))?);
-        let mut memory = Self { states, weights, weights_lease: Lease::default(), batches, bounce_buffer };
+        let mut memory = Self { states, weights, weights_lease: Lease::default(), batches, bounce_buffer, split_weights };
         memory.take_weights(plan, exchange, dev)?;
         Ok(memory)
     }
@@ -79,7 +85,7 @@ impl Memory {
         seed: u64,
         threads: usize,
     ) -> Result<()> {
-        for state in self.states.host_parts(&(0..self.states.host_elems())) {
+        for state in self.states.host_parts(&(0..self.states.host_elems())).filter(|state| state.upper.is_none()) {
             for (flat, local) in slices.pieces(state.first..state.end()) {
                 let memory = state.arrays[StatePart::PARAMS].slice((local - state.first) * 4, flat.len() * 4);
                 let params: &mut [f32] = host.lend_mut(memory);
@@ -87,9 +93,10 @@ impl Memory {
                 state.list[StatePart::PARAMS].settle(params);
             }
         }
-        for state in &self.states.device {
-            let mut buffer = vec![0.0; PIECE_ELEMS.min(state.local.len())];
-            for (flat, start) in slices.pieces(state.local.clone()) {
+        let split = self.split_weights.map(|_| 0..self.states.host_elems());
+        for range in split.into_iter().chain(self.states.device.iter().map(|state| state.local.clone())) {
+            let mut buffer = vec![0.0; PIECE_ELEMS.min(range.len())];
+            for (flat, start) in slices.pieces(range) {
                 for piece in (0..flat.len()).step_by(PIECE_ELEMS) {
                     let part = &mut buffer[..PIECE_ELEMS.min(flat.len() - piece)];
                     init_flat(table, seed, flat.start + piece, part, threads)?;
@@ -100,6 +107,17 @@ impl Memory {
         }
         Ok(())
     }
+}
+
+/// Zeroed slots for the streamed weights of `plan`, if they are the upper halves of masters.
+fn split_weights<D: Device>(plan: &Plan, slices: &Slices, (dev, host): Sides<'_, D>) -> Result<Option<PinnedSlice>> {
+    if plan.host_masters() == Masters::Float32 {
+        return Ok(None);
+    }
+    let slot_bytes = slices.slice_elems().min(slices.elems_in(Tier::Host).len()) * plan.recipe.numerics.dtype.bytes();
+    let memory = host.alloc_periodic("parameter slots", plan.placement.param_slots * slot_bytes, slot_bytes)?;
+    dev.pin(memory)?;
+    Ok(Some(memory))
 }
 
 /// Bytes of the inputs of one micro-batch.

@@ -1,7 +1,7 @@
 //! Memory that depends on the plan and holds nothing between two steps: gradients, activations and slots. Another plan allocates it anew.
 
-use super::bounce_buffer::BounceBuffer;
 use super::boundaries::Boundaries;
+use super::permanent::Memory;
 use super::weight_flow::{Source, WeightFlow};
 use crate::bucket::layout::Tier;
 use crate::bucket::slices::Slices;
@@ -41,7 +41,7 @@ pub(in crate::engine) struct StepScratch {
 }
 
 impl StepScratch {
-    /// Allocates the memory of `plan`. Returns it with the model that uses it and `weights`, and the streamed weights, if there are any.
+    /// Allocates the memory of `plan`. Returns it with the model that uses it and the weights, and the streamed weights, if there are any.
     ///
     /// # Errors
     /// `Resource` when memory is not available or cannot be locked; then nothing stays allocated.
@@ -49,12 +49,11 @@ impl StepScratch {
         plan: &Plan,
         shape: &ModelShape,
         slices: &Slices,
-        weights: DeviceSlice,
+        permanent: &Memory,
         (dev, host): Sides<'_, D>,
-        bounce_buffer: &BounceBuffer,
     ) -> Result<(Self, Arc<Model>, Option<WeightFlow>)> {
         let mut lease = Lease::default();
-        match Self::fill(plan, shape, (slices, weights), (dev, host), bounce_buffer, &mut lease) {
+        match Self::fill(plan, shape, (slices, permanent), (dev, host), &mut lease) {
             Ok((scratch, model, flow)) => Ok((Self { lease, ..scratch }, model, flow)),
             Err(error) => lease.give_back(dev, host).and(Err(error)),
         }
@@ -63,23 +62,22 @@ impl StepScratch {
     fn fill<D: Kernels>(
         plan: &Plan,
         shape: &ModelShape,
-        (slices, weights): (&Slices, DeviceSlice),
+        (slices, permanent): (&Slices, &Memory),
         (dev, host): Sides<'_, D>,
-        bounce_buffer: &BounceBuffer,
         lease: &mut Lease,
     ) -> Result<(Self, Arc<Model>, Option<WeightFlow>)> {
-        let (table, flat) = (TensorTable::new(shape), plan.placement.layout.flat_elems());
+        let (table, flat, weights) = (TensorTable::new(shape), plan.placement.layout.flat_elems(), permanent.weights);
         let grads = lease.alloc_flat(dev, "gradients", flat, plan.recipe.numerics.dtype, plan.placement.rings.grads)?;
         let mut activations = ActivationPlan::new(plan.micro_batch(shape))?.allocate(dev, host, lease)?;
         activations.sequence = plan.sequence_rank(slices.rank());
         for (rope, target) in shape.ropes.iter().zip(&activations.rope_tables) {
             let table = RopeTable::new(rope, plan.recipe.step.seq_length);
-            bounce_buffer.fill((dev, host), *target, |elems, bytes| table.write(elems, bytemuck::cast_slice_mut(bytes)))?;
+            permanent.bounce_buffer.fill((dev, host), *target, |elems, bytes| table.write(elems, bytemuck::cast_slice_mut(bytes)))?;
         }
         let casts = plan.device_casts() && plan.placement.layout.offloaded() > 0;
         let mut staging = |name| lease.alloc(dev, name, if casts { slices.slice_elems() } else { 0 }, Dtype::Float32);
         let (staging_d2h, staging_h2d) = (staging("gradient staging")?, staging("parameter staging")?);
-        let step = step_memory(plan, slices, &table, (dev, host), lease)?;
+        let step = step_memory(plan, (slices, permanent.split_weights), &table, (dev, host), lease)?;
         let copies = state_copies(plan, slices, (dev, host), lease)?;
         let source = if plan.streams_from_host() { Source::Host(step.params.memory) } else { Source::Ranks };
         // Peers may still pull gradients when this rank no longer needs them.
@@ -119,21 +117,21 @@ fn distinct(flat: DeviceSlice, ring: Option<RingShape>) -> DeviceSlice {
     flat.slice(start, flat.elems() - start)
 }
 
+/// The memory of the pool's jobs. `split_weights` are the slots of working weights, if these are halves of masters.
 fn step_memory<D: Device>(
     plan: &Plan,
-    slices: &Slices,
+    (slices, split_weights): (&Slices, Option<PinnedSlice>),
     table: &TensorTable,
     (dev, host): Sides<'_, D>,
     lease: &mut Lease,
 ) -> Result<StepMemory> {
     let offloaded = slices.elems_in(Tier::Host).len();
     let slot_elems = slices.slice_elems().min(offloaded);
-    let mut slots = |name: &str, count: usize| -> Result<SlotMemory> {
-        let slot_bytes = slot_elems * plan.protocol.link_dtype.bytes();
-        let memory = lease.alloc_pinned((dev, host), name, count * slot_bytes, slot_bytes)?;
-        Ok(SlotMemory { memory, slot_elems, dtype: plan.protocol.link_dtype })
-    };
-    let (grads, params) = (slots("gradient slots", plan.placement.grad_slots)?, slots("parameter slots", plan.placement.param_slots)?);
+    let slot_bytes = slot_elems * plan.protocol.link_dtype.bytes();
+    let mut slots = |name: &str, count: usize| lease.alloc_pinned((dev, host), name, count * slot_bytes, slot_bytes);
+    let grads = slots("gradient slots", plan.placement.grad_slots)?;
+    let params = split_weights.map_or_else(|| slots("parameter slots", plan.placement.param_slots), Ok)?;
+    let [grads, params] = [grads, params].map(|memory| SlotMemory { memory, slot_elems, dtype: plan.protocol.link_dtype });
     let (segments, kernels) = (local_segments(&segments(table), slices), AdamKernels::new(plan.site.isa)?);
     Ok(StepMemory { grads, params, segments, optimizer: plan.optimizer(), kernels })
 }

@@ -8,12 +8,13 @@ use crate::bucket::slices::Slices;
 use crate::device::{Cast, Device, DeviceSlice, Launch, Sides};
 use crate::engine::step_job::HostState;
 use crate::error::Result;
-use crate::host::pinned::HostMemory;
+use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::optim::PIECE_ELEMS;
 use crate::optim::moments::Rounding;
 use crate::optim::optimizer::Optimizer;
 use crate::optim::split::Masters;
 use crate::optim::state_array::{PerArray, StateArrays, StatePart};
+use half::bf16;
 use std::ops::Range;
 
 /// The state of all buckets.
@@ -31,15 +32,22 @@ pub(in crate::engine) struct StateTiers {
 }
 
 impl StateTiers {
+    /// Zeroed memory for the states of all buckets. `split_weights` are the upper halves of the host's masters, if these are split.
+    ///
+    /// # Errors
+    /// `Resource` when memory is not available.
     pub(in crate::engine) fn new<D: Device>(
         (optimizer, masters): (Optimizer, Masters),
         slices: &Slices,
+        split_weights: Option<PinnedSlice>,
         (dev, host): Sides<'_, D>,
     ) -> Result<Self> {
         let (layout, arrays, on_host) = (slices.layout(), optimizer.arrays(), slices.elems_in(Tier::Host));
+        let stored = split_weights.map_or(arrays, |_| optimizer.device_arrays(Masters::Split));
         let state = |bucket| DeviceState::new(dev, (optimizer, masters), layout.tier(bucket), slices.local(bucket));
         let device = (layout.offloaded()..layout.count()).map(state).collect::<Result<_>>()?;
-        let host = if on_host.is_empty() { Vec::new() } else { vec![host_state(host, arrays, on_host, slices)?] };
+        let upper = split_weights.map(|weights| weights.slice(0, on_host.len() * size_of::<bf16>()));
+        let host = if on_host.is_empty() { Vec::new() } else { vec![HostState { upper, ..host_state(host, stored, on_host, slices)? }] };
         Ok(Self { optimizer, masters, arrays, host, device })
     }
 
@@ -86,7 +94,7 @@ impl StateTiers {
         let array = &self.arrays[part];
         for state in self.host_parts(&local) {
             let from = state.first - start;
-            array.store(&source[from..state.end() - start], rounding.behind(from), host.lend_mut(state.arrays[part]));
+            state.write(host, (part, array), &source[from..state.end() - start], rounding.behind(from));
         }
         for state in self.device.iter().filter_map(|state| state.part(&local)) {
             let from = state.local.start - start;
@@ -107,11 +115,7 @@ impl StateTiers {
     ) -> Result<()> {
         let (local, array) = (start..start + out.len(), &self.arrays[part]);
         for state in self.host_parts(&local) {
-            let memory = state.arrays[part];
-            array.load(&mut out[state.first - start..state.end() - start], |bytes| {
-                bytes.copy_from_slice(host.lend(memory));
-                Ok(())
-            })?;
+            state.read(host, (part, array), &mut out[state.first - start..state.end() - start])?;
         }
         for state in self.device.iter().filter_map(|state| state.part(&local)) {
             let out = &mut out[state.local.start - start..][..state.local.len()];
@@ -249,7 +253,7 @@ fn exactly(local: &Range<usize>) -> Rounding {
     Rounding { key: 0, first: local.start }
 }
 
-/// Allocates host memory for the state of the local range `local`, which consists of whole buckets.
+/// Allocates host memory for the arrays `list` of the local range `local`, which consists of whole buckets.
 fn host_state(host: &mut HostMemory, list: StateArrays, local: Range<usize>, slices: &Slices) -> Result<HostState> {
     let (period_elems, mut taken) = (slices.slice_elems().min(local.len()), Vec::new());
     let arrays = PerArray::try_new(list, |array| {
@@ -258,5 +262,5 @@ fn host_state(host: &mut HostMemory, list: StateArrays, local: Range<usize>, sli
         Ok(memory)
     });
     let arrays = arrays.inspect_err(|_| taken.iter().for_each(|memory| host.give_back(memory.addr(), 0)))?;
-    Ok(HostState { first: local.start, list, arrays })
+    Ok(HostState { first: local.start, list, arrays, upper: None })
 }

@@ -34,12 +34,19 @@ pub(in crate::engine) struct Staging {
     pub(crate) param_slots: usize,
     /// Every offloaded bucket owns the parameter slot of its number permanently, and the device fetches weights from there.
     pub(crate) streamed_weights: bool,
+    /// The streamed weights are the upper halves of the masters, so a speculation would write into the state.
+    pub(crate) split_masters: bool,
 }
 
 impl Staging {
     /// Constant at compile time without the feature `weight-flow`.
     fn streams(&self) -> bool {
         cfg!(feature = "weight-flow") && self.streamed_weights
+    }
+
+    /// The policy of buckets in this memory: those with split masters are stepped after the verdict.
+    fn policy(&self, rules: Rules) -> Policy {
+        if self.streams() && self.split_masters { Policy::ValidateFirst } else { rules.policy }
     }
 }
 
@@ -216,7 +223,7 @@ impl Coordinator {
     pub(in crate::engine) fn new(layout: BucketLayout, rules: Rules, staging: Staging) -> Self {
         let Staging { grad_slots, param_slots, .. } = staging;
         let offloaded = layout.offloaded();
-        let retained = if rules.policy == Policy::Deferred { offloaded } else { 0 };
+        let retained = if staging.policy(rules) == Policy::Deferred { offloaded } else { 0 };
         let least_params = if staging.streams() { offloaded } else { 1 };
         assert!(offloaded == 0 || (grad_slots > retained && param_slots >= least_params), "too few slots for {offloaded} buckets");
         let bucket = Bucket {
@@ -277,7 +284,7 @@ impl Coordinator {
         self.update = update;
         self.verdict = None;
         self.gradients_come = false;
-        self.speculating = self.rules.may_speculate() && (!self.rules.adaptive || self.history.pays());
+        self.speculating = self.may_speculate() && (!self.rules.adaptive || self.history.pays());
         self.run_next();
         #[cfg(any(test, debug_assertions))]
         self.check_often();
@@ -335,6 +342,14 @@ impl Coordinator {
 
     fn is_offloaded(&self, bucket: usize) -> bool {
         self.layout.tier(bucket).is_offloaded()
+    }
+
+    fn policy(&self) -> Policy {
+        self.staging.policy(self.rules)
+    }
+
+    fn may_speculate(&self) -> bool {
+        self.rules.may_speculate() && self.policy() != Policy::ValidateFirst
     }
 
     /// Whether every bucket is settled and the pool is idle.
@@ -468,7 +483,7 @@ impl Coordinator {
     }
 
     fn settle(&mut self, bucket: usize, from: Phase) {
-        match self.rules.policy {
+        match self.policy() {
             Policy::Deferred => self.settle_pending(bucket, from),
             Policy::Inverse | Policy::ValidateFirst => self.settle_written(bucket, from),
         }
@@ -631,7 +646,7 @@ impl Coordinator {
         let undo = b.speculated_in_place.then(|| with(self.update));
         // Once the verdict is known, the update is final and can be written into the state at once.
         let waits = b.pending.is_some() || self.verdict.is_none() || b.hold.is_held();
-        let defer = self.rules.policy == Policy::Deferred && waits;
+        let defer = self.policy() == Policy::Deferred && waits;
         match phase {
             Phase::Queued(Queued::Commit) => (JobKind::Flush, Work::Commit(b.pending.expect("only pending updates are committed"))),
             Phase::Queued(Queued::Restore) => (JobKind::Restore, Work::Restore { undo }),
@@ -667,7 +682,7 @@ impl Coordinator {
     }
 
     fn speculation_done(&mut self, bucket: usize, params: Option<Slot>, kind: JobKind) {
-        let in_place = self.rules.policy == Policy::Inverse;
+        let in_place = self.policy() == Policy::Inverse;
         self.buckets[bucket].speculated_in_place = in_place;
         let lacks_rows = self.buckets[bucket].late != Late::Nothing;
         match self.verdict {

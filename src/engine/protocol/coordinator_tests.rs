@@ -54,7 +54,8 @@ impl World {
         let grad_slots = if rules.policy == Policy::Deferred { offloaded + slots } else { slots };
         let streamed_weights = cfg!(feature = "weight-flow") && seed.is_multiple_of(2);
         let param_slots = if streamed_weights { offloaded } else { slots };
-        let staging = Staging { ringed_grads: seed.is_multiple_of(3), grad_slots, param_slots, streamed_weights };
+        let split_masters = streamed_weights && rules.policy == Policy::Deferred && seed & 1 << 21 != 0;
+        let staging = Staging { ringed_grads: seed.is_multiple_of(3), grad_slots, param_slots, streamed_weights, split_masters };
         Self {
             rng: ChaCha8Rng::seed_from_u64(seed),
             coordinator: Coordinator::new(layout, rules, staging),
@@ -388,7 +389,7 @@ fn started(c: &mut Coordinator, hop: Hop) -> Vec<usize> {
 fn the_order_is_the_earliest_deadline_or_the_order_of_arrival() {
     for (deadline_order, expected) in [(true, [0, 3, 2, 1]), (false, [0, 1, 2, 3])] {
         let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order, early_commit: true };
-        let staging = Staging { ringed_grads: false, grad_slots: 8, param_slots: 4, streamed_weights: false };
+        let staging = Staging { ringed_grads: false, grad_slots: 8, param_slots: 4, streamed_weights: false, split_masters: false };
         let mut c = Coordinator::new(BucketLayout::new(4 * BLOCK, BLOCK, Tier::Host), rules, staging);
         c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
         (0..4).for_each(|b| c.handle(Event::GradReady(b)));
@@ -403,7 +404,7 @@ fn the_order_is_the_earliest_deadline_or_the_order_of_arrival() {
 #[test]
 fn slots_go_to_computed_gradients_and_then_to_the_next_ones() {
     let rules = Rules { policy: Policy::ValidateFirst, adaptive: false, deadline_order: true, early_commit: true };
-    let staging = Staging { ringed_grads: false, grad_slots: 3, param_slots: 1, streamed_weights: false };
+    let staging = Staging { ringed_grads: false, grad_slots: 3, param_slots: 1, streamed_weights: false, split_masters: false };
     let mut c = Coordinator::new(BucketLayout::new(8 * BLOCK, BLOCK, Tier::Host), rules, staging);
     c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
     (0..8).for_each(|b| c.handle(Event::GradReady(b)));
@@ -422,7 +423,7 @@ fn slots_go_to_computed_gradients_and_then_to_the_next_ones() {
 #[cfg(all(feature = "stv", feature = "deadline-order"))]
 fn with_pending_updates(buckets: usize, grad_slots: usize) -> Coordinator {
     let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true, early_commit: true };
-    let staging = Staging { ringed_grads: false, grad_slots, param_slots: buckets, streamed_weights: false };
+    let staging = Staging { ringed_grads: false, grad_slots, param_slots: buckets, streamed_weights: false, split_masters: false };
     let mut c = Coordinator::new(BucketLayout::new(buckets * BLOCK, BLOCK, Tier::Host), rules, staging);
     c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
     for b in 0..buckets {
@@ -494,7 +495,7 @@ fn a_gradient_without_a_slot_waits_for_the_pool_or_for_copies() {
 /// A coordinator in the middle of a step of four buckets: one runs, one has arrived, one is being copied, one is not enqueued.
 fn in_a_step(policy: Policy) -> Coordinator {
     let rules = Rules { policy, adaptive: false, deadline_order: false, early_commit: true };
-    let staging = Staging { ringed_grads: false, grad_slots: 5, param_slots: 2, streamed_weights: false };
+    let staging = Staging { ringed_grads: false, grad_slots: 5, param_slots: 2, streamed_weights: false, split_masters: false };
     let mut c = Coordinator::new(BucketLayout::new(4 * BLOCK, BLOCK, Tier::Host), rules, staging);
     c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
     (0..3).for_each(|b| c.handle(Event::GradReady(b)));
@@ -507,7 +508,7 @@ fn in_a_step(policy: Policy) -> Coordinator {
 #[cfg(feature = "stv")]
 fn with_late_rows() -> Coordinator {
     let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true, early_commit: true };
-    let staging = Staging { ringed_grads: false, grad_slots: 5, param_slots: 2, streamed_weights: false };
+    let staging = Staging { ringed_grads: false, grad_slots: 5, param_slots: 2, streamed_weights: false, split_masters: false };
     let layout = BucketLayout::new(4 * BLOCK, BLOCK, Tier::Host).with_early(2 * BLOCK..4 * BLOCK);
     let mut c = Coordinator::new(layout, rules, staging);
     c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
@@ -544,7 +545,7 @@ fn rows_follow_when_they_are_computed_and_after_a_clip_the_whole_gradient_does()
 #[test]
 fn gradients_without_a_slot_leave_with_their_rows() {
     let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true, early_commit: true };
-    let staging = Staging { ringed_grads: false, grad_slots: 3, param_slots: 1, streamed_weights: false };
+    let staging = Staging { ringed_grads: false, grad_slots: 3, param_slots: 1, streamed_weights: false, split_masters: false };
     let layout = BucketLayout::new(2 * BLOCK, BLOCK, Tier::Host).with_early(0..2 * BLOCK);
     let mut c = Coordinator::new(layout, rules, staging);
     // A step with updates that stay pending and keep their slots.
@@ -569,7 +570,8 @@ fn a_new_placement_keeps_decisions_and_none_is_applied_in_a_step() {
         Rules { policy: Policy::ValidateFirst, adaptive: true, deadline_order: true, early_commit: true },
         BucketLayout::new(4 * BLOCK, BLOCK, Tier::Host),
     );
-    let staging = |slots| Staging { ringed_grads: false, grad_slots: slots, param_slots: slots, streamed_weights: false };
+    let staging =
+        |slots| Staging { ringed_grads: false, grad_slots: slots, param_slots: slots, streamed_weights: false, split_masters: false };
     let mut c = Coordinator::new(layout.clone(), rules, staging(4));
     c.set_history(SpeculationHistory::of(0b101));
     c.counts.committed = 7;
@@ -641,7 +643,7 @@ fn every_invariant_is_missed_when_it_is_broken() {
 #[test]
 fn a_broken_invariant_is_detected_at_the_next_event_or_with_many_buckets_a_few_later() {
     let rules = Rules { policy: Policy::ValidateFirst, adaptive: false, deadline_order: false, early_commit: false };
-    let staging = Staging { ringed_grads: false, grad_slots: 5, param_slots: 2, streamed_weights: false };
+    let staging = Staging { ringed_grads: false, grad_slots: 5, param_slots: 2, streamed_weights: false, split_masters: false };
     for (buckets, events) in [(4, 1), (64, 1), (65, 2), (300, 5)] {
         let mut c = Coordinator::new(BucketLayout::new(buckets * BLOCK, BLOCK, Tier::Host), rules, staging);
         c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
@@ -666,7 +668,7 @@ fn transitions_outside_the_table_do_not_happen() {
 fn device_steps_begin_at_the_verdict_with_the_first_layers() {
     for (away, hops) in [(Tier::Device, vec![Hop::StepOnDevice]), (Tier::Unified, vec![Hop::PageIn, Hop::StepOnDevice, Hop::PageOut])] {
         let rules = Rules { policy: Policy::ValidateFirst, adaptive: false, deadline_order: true, early_commit: true };
-        let staging = Staging { ringed_grads: false, grad_slots: 0, param_slots: 0, streamed_weights: false };
+        let staging = Staging { ringed_grads: false, grad_slots: 0, param_slots: 0, streamed_weights: false, split_masters: false };
         let mut c = Coordinator::new(BucketLayout::new(3 * BLOCK, BLOCK, away), rules, staging);
         let update = Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 };
         c.begin_step(update);

@@ -1,10 +1,12 @@
 //! The synchronous step of split masters: a block is decoded, stepped as a block with fp32 masters, and encoded.
 
-use super::{AdamBlock, AdamKernels, ArraySpan, BLOCK, PassAccess, lifting, shells};
+use super::{AdamBlock, AdamKernels, ArraySpan, BLOCK, PassAccess, Stores, lifting, shells};
 use crate::optim::adam::{self, AdamStep};
-use crate::optim::formats::{Grads, typed};
+use crate::optim::formats::{Grads, Weights, typed};
+use crate::optim::int8::GROUP;
+use crate::optim::int8_state::Int8State;
 use crate::optim::moments::Moment;
-use crate::optim::split::{self, SplitMaster, SplitState, decoded};
+use crate::optim::split::{self, SplitInt8State, SplitMaster, SplitState, decoded};
 use half::bf16;
 use std::ops::Range;
 
@@ -28,7 +30,32 @@ impl AdamKernels {
             });
         });
     }
+
+    /// [`split::step_int8`]: parts of the masters are joined in memory that the first cache holds.
+    pub(crate) fn step_split_int8(self, step: AdamStep, state: SplitInt8State<'_>, grads: Grads<'_>) {
+        let (kernels, SplitInt8State { first, weights, lower, m, v }) = (self.with_stores(Stores::Temporal), state);
+        let (mut masters, elems) = ([0.0; PART], weights.len());
+        for start in (0..elems).step_by(PART) {
+            let (at, groups) = (start..elems.min(start + PART), start / GROUP..elems.min(start + PART).div_ceil(GROUP));
+            let (weights, lower) = (&mut weights[at.clone()], &mut lower[at.clone()]);
+            let params = &mut masters[..at.len()];
+            self.run(
+                #[inline(always)]
+                |_| split::join_settled(weights, lower, params),
+            );
+            let state = &mut Int8State::new(first + start, params, &mut m[groups.clone()], &mut v[groups]);
+            let grads = grads.part(at);
+            kernels.run_int8([Some((step, grads)), None], state, Some(Weights::Bf16(weights)));
+            self.run(
+                #[inline(always)]
+                |_| lower.iter_mut().zip(params).for_each(|(lower, master)| *lower = master.to_bits() as u16),
+            );
+        }
+    }
 }
+
+/// Masters that are joined at once: 4 KiB.
+const PART: usize = 1024;
 
 #[inline(always)]
 fn spans<M: Moment>(state: &SplitState<'_, M>) -> [ArraySpan; 4] {

@@ -82,7 +82,7 @@ impl ReplanRequest {
             Err(Error::Resource { .. }) => None,
             Err(other) => return Err(other),
         };
-        let best = best.filter(|best| self.pays(&best.plan, assumed.step_s, best.mean_s()));
+        let best = best.filter(|best| best.plan.is_movable() && self.pays(&best.plan, assumed.step_s, best.mean_s()));
         let Some((best, plan)) = best.and_then(|best| self.planned(best, &request, &machine)) else {
             return Ok(ReplanAnswer { assumed, change: None });
         };

@@ -46,7 +46,7 @@ impl Optimizer {
         // One case copies the fp32 parameters to the device; `m` and `v` never leave the host.
         let params = bench.registered(elems * 4)?;
         let mut moments = || bench.memory.alloc_periodic("optimizer state", elems * 4, elems * 4);
-        let state = HostState { first: 0, list: Moments::Float32.arrays(), arrays: [params, moments()?, moments()?].into() };
+        let state = HostState { first: 0, list: Moments::Float32.arrays(), arrays: [params, moments()?, moments()?].into(), upper: None };
         Ok(Self { state, wide, narrow, weights, kernels: AdamKernels::new(Isa::detect())? })
     }
 

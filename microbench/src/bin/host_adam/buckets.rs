@@ -89,7 +89,7 @@ impl Buckets {
         let list = moments.arrays();
         let mut array = |part| host.alloc_periodic(list[part].name, list[part].bytes(count * elems), list[part].bytes(elems));
         let arrays = [array(StatePart::PARAMS)?, array(StatePart::M)?, array(StatePart::V)?].into();
-        let state = HostState { first: 0, list, arrays };
+        let state = HostState { first: 0, list, arrays, upper: None };
         let hyper = AdamHyper { lr: 1e-5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
         let memory = StepMemory {
             grads,

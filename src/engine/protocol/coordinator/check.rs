@@ -36,7 +36,7 @@ impl Coordinator {
 
     /// Checks that the slots and updates of a bucket match its phase.
     fn check_bucket(&self, bucket: usize) {
-        let (b, policy) = (&self.buckets[bucket], self.rules.policy);
+        let (b, policy) = (&self.buckets[bucket], self.policy());
         let has_gradient = match b.phase {
             Settled | Ready | Phase::Queued(Commit) => Some(false),
             Copying | Arrived | Speculated | LacksRows | CopyingRows | RowsArrived | Phase::Queued(Redo) => Some(true),
@@ -90,7 +90,7 @@ impl Coordinator {
             let waits = |b| self.is_runnable(b) && !self.is_held_back(b) && (has_capacity || b.phase == RowsArrived);
             return assert!(!self.buckets.iter().any(waits), "a bucket waits for an idle pool");
         };
-        assert!(!running.speculative || self.rules.may_speculate(), "the pool speculates under {:?}", self.rules.policy);
+        assert!(!running.speculative || self.may_speculate(), "the pool speculates under {:?}", self.policy());
         assert_eq!(
             running.params.is_none(),
             matches!(running.kind, JobKind::Flush | JobKind::Commit | JobKind::Copy),
@@ -111,7 +111,7 @@ impl Coordinator {
         let writes = match running.kind {
             JobKind::Copy | JobKind::Rows => false,
             JobKind::Commit | JobKind::Flush | JobKind::Step => true,
-            JobKind::Speculate | JobKind::Restore => b.pending.is_some() || self.rules.policy != Policy::Deferred,
+            JobKind::Speculate | JobKind::Restore => b.pending.is_some() || self.policy() != Policy::Deferred,
         };
         assert!(!(writes && b.hold.is_held()), "the pool writes the held state of bucket {}: {b:?}", running.bucket);
     }

@@ -62,7 +62,7 @@ impl Coordinator {
 
     /// Whether the bucket's next job would write a state that is held.
     pub(super) fn is_held_back(&self, b: &Bucket) -> bool {
-        let writes = match self.rules.policy {
+        let writes = match self.policy() {
             Policy::Deferred => b.pending.is_some(),
             Policy::Inverse | Policy::ValidateFirst => true,
         };

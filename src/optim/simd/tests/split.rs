@@ -1,8 +1,9 @@
 //! Split masters: every instruction set against the step of fp32 masters, bit for bit.
 
 use super::*;
+use crate::optim::int8::{GROUP, MomentGroup, MomentKind, settled};
 use crate::optim::samples::split_masters;
-use crate::optim::split::{SplitState, decoded, encoded};
+use crate::optim::split::{self, SplitInt8State, SplitState, decoded, encoded};
 
 fn wild_masters(len: usize) -> Vec<f32> {
     let ties = split_masters(7, len);
@@ -67,4 +68,31 @@ fn all_instruction_sets_step_split_masters_as_fp32_masters() {
     check_all::<f32, f32>();
     check_all::<bf16, bf16>();
     check_all::<bf16, f32>();
+}
+
+/// Working weights, lower halves, and moments in groups.
+type Int8Arrays = (Vec<bf16>, Vec<u16>, [Vec<MomentGroup>; 2]);
+
+fn int8_arrays(len: usize) -> Int8Arrays {
+    let masters: Vec<f32> = split_masters(1, len).into_iter().map(settled).collect();
+    let (mut weights, mut lower) = (vec![bf16::ZERO; len], vec![0; len]);
+    split::split(&masters, &mut weights, &mut lower);
+    let seconds: Vec<f32> = ordinary::<f32>(4, len).into_iter().map(f32::abs).collect();
+    (weights, lower, [MomentKind::First.groups(&ordinary::<f32>(3, len)), MomentKind::Second.groups(&seconds)])
+}
+
+#[test]
+fn all_instruction_sets_step_split_masters_beside_8_bit_moments_as_the_specification() {
+    for len in (0..=200).chain([3 * 1024 + 45]) {
+        let (grads, step, first) = (ordinary::<bf16>(2, len), steps().0, len % 5 * GROUP);
+        let (mut weights, mut lower, [mut m, mut v]) = int8_arrays(len);
+        split::step_int8(step, &mut SplitInt8State { first, weights: &mut weights, lower: &mut lower, m: &mut m, v: &mut v }, &grads);
+        for isa in Isa::available() {
+            let mut got = int8_arrays(len);
+            let [got_m, got_v] = &mut got.2;
+            let state = SplitInt8State { first, weights: &mut got.0, lower: &mut got.1, m: got_m, v: got_v };
+            AdamKernels::new(isa).unwrap().step_split_int8(step, state, Grads::Bf16(&grads));
+            assert!(got == (weights.clone(), lower.clone(), [m.clone(), v.clone()]), "{isa}: {len} elements from {first} on");
+        }
+    }
 }
