@@ -146,6 +146,11 @@ pub mod optim {
     pub use crate::optim::state_array::{StateArrays, StatePart};
 }
 
+/// Losses of pairs.
+pub mod pair_loss {
+    pub use crate::pair_loss::{AnswerSum, PairLoss, PairLossKind, PairTerms};
+}
+
 pub mod planner {
     pub use crate::planner::machine::{GroupedLayouts, Machine};
 }

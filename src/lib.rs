@@ -92,6 +92,7 @@ mod metrics;
 mod model;
 mod model_dir;
 mod optim;
+mod pair_loss;
 mod planner;
 mod probe;
 mod progress_event;

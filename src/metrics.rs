@@ -4,6 +4,7 @@ use crate::engine::memory::expert_rows::ExpertLoad;
 use crate::engine::protocol::coordinator::Counts;
 use crate::hardware::parse::meminfo_bytes;
 use crate::memory::MemorySpace;
+use crate::pair_loss::PairMetrics;
 use crate::planner::plan::Plan;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -69,11 +70,64 @@ pub struct StepMetrics {
     pub d2h_bytes: u64,
     /// Bytes copied to the devices since the last line, over the links of all ranks.
     pub h2d_bytes: u64,
+    /// Means over the pairs of the step; omitted if the loss is that of tokens.
+    #[serde(flatten)]
+    pub pairs: Option<PairLine>,
     /// How evenly the step's rows were distributed to experts; omitted if the model has none.
     #[serde(flatten)]
     pub expert_load: Option<ExpertLoad>,
     /// Resident set of the process as the kernel reports it; 0 if it does not.
     pub rss_bytes: u64,
+}
+
+/// Means over pairs of answers, by the names of TRL.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+pub struct PairLine {
+    /// Reward of the chosen answer: beta times the log-ratio of model and reference.
+    #[serde(rename = "rewards/chosen")]
+    pub reward_chosen: f64,
+    /// Reward of the rejected answer.
+    #[serde(rename = "rewards/rejected")]
+    pub reward_rejected: f64,
+    /// Difference of these rewards.
+    #[serde(rename = "rewards/margins")]
+    pub margin: f64,
+    /// Fraction of pairs whose chosen answer has the larger reward.
+    #[serde(rename = "rewards/accuracies")]
+    pub accuracy: f64,
+    /// Log-probability of the chosen answer.
+    #[serde(rename = "logps/chosen")]
+    pub logp_chosen: f64,
+    /// Log-probability of the rejected answer.
+    #[serde(rename = "logps/rejected")]
+    pub logp_rejected: f64,
+}
+
+impl PairLine {
+    /// The names and the numbers.
+    pub(crate) fn numbers(&self) -> [(&'static str, f64); 6] {
+        [
+            ("rewards/chosen", self.reward_chosen),
+            ("rewards/rejected", self.reward_rejected),
+            ("rewards/margins", self.margin),
+            ("rewards/accuracies", self.accuracy),
+            ("logps/chosen", self.logp_chosen),
+            ("logps/rejected", self.logp_rejected),
+        ]
+    }
+}
+
+impl From<PairMetrics> for PairLine {
+    fn from(metrics: PairMetrics) -> Self {
+        let PairMetrics { reward_chosen, reward_rejected, accuracy, logp_chosen, logp_rejected } = metrics;
+        Self { reward_chosen, reward_rejected, margin: reward_chosen - reward_rejected, accuracy, logp_chosen, logp_rejected }
+    }
+}
+
+/// Writes the numbers with `eval_` before their names.
+fn with_eval_names<S: serde::Serializer>(pairs: &Option<PairLine>, serializer: S) -> Result<S::Ok, S::Error> {
+    let numbers = pairs.iter().flat_map(PairLine::numbers);
+    serializer.collect_map(numbers.map(|(name, number)| (format!("eval_{name}"), number)))
 }
 
 /// One evaluation.
@@ -85,6 +139,9 @@ pub(crate) struct EvalMetrics {
     pub eval_loss: f64,
     /// `exp(eval_loss)`.
     pub eval_perplexity: f64,
+    /// Means over all pairs; omitted if the loss is that of tokens.
+    #[serde(flatten, serialize_with = "with_eval_names")]
+    pub pairs: Option<PairLine>,
     /// Counted targets.
     pub eval_tokens: u64,
     /// Wall time.
@@ -109,8 +166,13 @@ pub(crate) struct EvalLine {
 
 impl fmt::Display for EvalMetrics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { step, eval_loss, eval_perplexity, eval_tokens, eval_seconds } = self;
-        write!(f, "eval {step:>6}  loss {eval_loss:.4}  perplexity {eval_perplexity:.3}  {eval_tokens} tokens in {eval_seconds:.1} s")
+        let Self { step, eval_loss, eval_perplexity, pairs, eval_tokens, eval_seconds } = self;
+        write!(f, "eval {step:>6}  loss {eval_loss:.4}  ")?;
+        match pairs {
+            None => write!(f, "perplexity {eval_perplexity:.3}")?,
+            Some(PairLine { margin, accuracy, .. }) => write!(f, "margin {margin:.3}  accuracy {accuracy:.3}")?,
+        }
+        write!(f, "  {eval_tokens} tokens in {eval_seconds:.1} s")
     }
 }
 

@@ -144,11 +144,9 @@ fn a_list_of_data_sets_beside_the_data_names_files_and_columns() {
     let both = of("mine,hub");
     assert!(both.stdout.contains("data = [\"data/../records.jsonl\", \"org/data\"]"), "{both:?}");
     assert!(both.stdout.contains("columns = [\"instruction=question\", \"output=answer\", \"messages=chat\"]"), "{both:?}");
-    for (name, words) in [
-        ("odd", "from and value"),
-        ("dpo", "preference training is not available"),
-        ("none", "neither a file nor in data/dataset_info.json"),
-    ] {
+    for (name, words) in
+        [("odd", "from and value"), ("dpo", "--data FILE --loss dpo"), ("none", "neither a file nor in data/dataset_info.json")]
+    {
         let refused = of(name);
         assert!(refused.code == 2 && refused.stderr.contains(words), "{refused:?}");
     }

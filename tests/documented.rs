@@ -49,6 +49,8 @@ fn newcomer() -> Workspace {
     workspace.write("chat.jsonl", (0..60).map(chat).collect::<Vec<_>>().join("\n"));
     let text = |n: usize| json!({"text": format!("document {n} has a few words of its own")}).to_string();
     workspace.write("corpus.jsonl", (0..60).map(text).collect::<Vec<_>>().join("\n"));
+    let pair = |n: usize| json!({"prompt": format!("{n}?"), "chosen": format!(" {}", n + 1), "rejected": " no"}).to_string();
+    workspace.write("pairs.jsonl", (0..60).map(pair).collect::<Vec<_>>().join("\n"));
     workspace.write("axolotl.yml", "base_model: DIR\ndatasets: [chat.jsonl]\nsequence_len: 16\n");
     fs::create_dir_all(workspace.path("home/.local/share/man/man1")).unwrap();
     workspace.write("ds.json", json!({"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": true}}).to_string());

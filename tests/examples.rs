@@ -5,7 +5,7 @@ use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const EXAMPLES: [&str; 3] = ["plain-text", "chat", "resume"];
+const EXAMPLES: [&str; 4] = ["plain-text", "chat", "preference", "resume"];
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))

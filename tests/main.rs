@@ -42,6 +42,7 @@ mod parquet;
 mod plan_memory;
 #[path = "gpu/planned.rs"]
 mod planned;
+mod preference;
 mod processes;
 mod program;
 mod python;

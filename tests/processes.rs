@@ -9,10 +9,11 @@ use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-const TOKEN: (&str, &str) = ("SUPEROFFLOAD_RUN_TOKEN", "a token that nobody guesses");
+pub const TOKEN: (&str, &str) = ("SUPEROFFLOAD_RUN_TOKEN", "a token that nobody guesses");
 
 /// Environment variables of launchers, under which these tests may run.
-const LAUNCHERS: [&str; 6] = ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"];
+pub const LAUNCHERS: [&str; 6] =
+    ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"];
 
 /// Time limit for the other processes to end after one fails.
 const ALL_END: Duration = Duration::from_secs(10);

@@ -148,16 +148,27 @@ struct Gradient {
     }
 };
 
+// The factor on the gradient of a row: its target's weight times a scale, or a scale of its own.
+struct WeightScale {
+    float scale;
+    __device__ __forceinline__ float operator()(int word) const { return target_weight(word) * scale; }
+};
+
+struct RowScale {
+    const float* scales;
+    __device__ __forceinline__ float operator()(int) const { return scales[blockIdx.x]; }
+};
+
 // The blocks of one `blockIdx.x` take one row.
-template <typename T, typename Cap>
+template <typename T, typename Scale, typename Cap>
 __device__ __forceinline__ void cross_entropy_grad(
-    T* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols, float scale, Cap cap) {
+    T* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols, Scale scale, Cap cap) {
     constexpr int N = WIDE<T>;
     logits += (size_t)blockIdx.x * cols;
     stats += (size_t)blockIdx.x * 3;
     const Row<T> row(logits, cols);
     const int word = targets[blockIdx.x];
-    const Gradient gradient = {stats[0], stats[1], 1.0f / stats[1], target_weight(word) * scale, target_column(word, vocab_start)};
+    const Gradient gradient = {stats[0], stats[1], 1.0f / stats[1], scale(word), target_column(word, vocab_start)};
     // Without a target every gradient is 0, whatever the logits are.
     const bool counts = word >= 0;
     const unsigned thread = blockIdx.y * THREADS + threadIdx.x;
@@ -192,6 +203,151 @@ extern "C" __global__ void __launch_bounds__(LOSS_THREADS)
     loss[0] = (float)(old + (double)scale * total);
 }
 
+// Losses of pairs; see src/pair_loss.rs, which numbers them.
+enum PairLossKind : unsigned { DPO, HINGE, IPO, ROBUST, APO_ZERO, APO_DOWN, SIGMOID_NORM, SIMPO };
+
+constexpr unsigned REPORT_WORDS = 6;
+
+__device__ __forceinline__ double sigmoid(double x) {
+    const double small = exp(-fabs(x));
+    return (x >= 0.0 ? 1.0 : small) / (1.0 + small);
+}
+
+__device__ __forceinline__ double sigmoid_slope(double x) {
+    const double y = sigmoid(x);
+    return y * (1.0 - y);
+}
+
+// -ln(sigmoid(x))
+__device__ __forceinline__ double log_loss(double x) { return fmax(-x, 0.0) + log1p(exp(-fabs(x))); }
+
+// The log-probabilities of an answer: their sum, their number, and the sum of the reference.
+struct Answer {
+    double sum, tokens, reference;
+};
+
+// The loss of a pair, its derivatives by the sums of both answers, and the rewards of both answers.
+struct PairTerms {
+    double loss, slopes[2], rewards[2];
+
+    __device__ __forceinline__ void by_sums(double slope) {
+        slopes[0] = slope;
+        slopes[1] = -slope;
+    }
+    __device__ __forceinline__ void by_means(double slope, double c_tokens, double r_tokens) {
+        slopes[0] = slope / c_tokens;
+        slopes[1] = -slope / r_tokens;
+    }
+};
+
+__device__ __forceinline__ PairTerms pair_terms(
+    unsigned kind, double beta, double wrong, double margin, const Answer& chosen, const Answer& rejected) {
+    const double c = chosen.sum - chosen.reference, r = rejected.sum - rejected.reference;
+    const double c_tokens = fmax(chosen.tokens, 1.0), r_tokens = fmax(rejected.tokens, 1.0);
+    const double difference = beta * (c - r), mean_difference = c / c_tokens - r / r_tokens;
+    PairTerms terms = {0.0, {0.0, 0.0}, {beta * c, beta * r}};
+    if (kind == DPO) {
+        terms.loss = log_loss(difference);
+        terms.by_sums(-beta * sigmoid(-difference));
+    } else if (kind == HINGE) {
+        terms.loss = fmax(1.0 - difference, 0.0);
+        terms.by_sums(difference < 1.0 ? -beta : 0.0);
+    } else if (kind == IPO) {
+        const double distance = mean_difference - 1.0 / (2.0 * beta);
+        terms.loss = distance * distance;
+        terms.by_means(2.0 * distance, c_tokens, r_tokens);
+    } else if (kind == ROBUST) {
+        const double right = 1.0 - wrong, scale = 1.0 - 2.0 * wrong;
+        terms.loss = (right * log_loss(difference) - wrong * log_loss(-difference)) / scale;
+        terms.by_sums(-beta * (right * sigmoid(-difference) + wrong * sigmoid(difference)) / scale);
+    } else if (kind == APO_ZERO) {
+        terms.loss = 1.0 - sigmoid(beta * c) + sigmoid(beta * r);
+        terms.slopes[0] = -beta * sigmoid_slope(beta * c);
+        terms.slopes[1] = beta * sigmoid_slope(beta * r);
+    } else if (kind == APO_DOWN) {
+        const double both = beta * sigmoid_slope(difference);
+        terms.loss = sigmoid(beta * c) + 1.0 - sigmoid(difference);
+        terms.slopes[0] = beta * sigmoid_slope(beta * c) - both;
+        terms.slopes[1] = both;
+    } else {
+        const double x = beta * mean_difference - (kind == SIMPO ? margin : 0.0);
+        terms.loss = log_loss(x);
+        terms.by_means(-beta * sigmoid(-x), c_tokens, r_tokens);
+    }
+    if (kind == SIMPO) {
+        terms.rewards[0] /= c_tokens;
+        terms.rewards[1] /= r_tokens;
+    }
+    return terms;
+}
+
+// The sum of an answer's rows, on all lanes of a warp. Each lane adds every 32nd row, and the lanes are added in a fixed order.
+__device__ __forceinline__ Answer answer_sum(const int* targets, const float* stats, int first, int end, double reference) {
+    Answer answer = {0.0, 0.0, reference};
+    for (int row = first + int(threadIdx.x % WARP); row < end; row += WARP) {
+        if (targets[row] < 0) continue;
+        const float* at = stats + (size_t)row * 3;
+        answer.sum += (double)at[2] - (double)at[0] - log((double)at[1]);
+        answer.tokens += 1.0;
+    }
+    for (unsigned lane = WARP / 2; lane > 0; lane /= 2) {
+        answer.sum += __shfl_xor_sync(ALL_LANES, answer.sum, lane);
+        answer.tokens += __shfl_xor_sync(ALL_LANES, answer.tokens, lane);
+    }
+    return answer;
+}
+
+// A 64-bit float is two words, which may begin at any of them.
+__device__ __forceinline__ double read_double(const int* words) { return __hiloint2double(words[1], words[0]); }
+
+__device__ __forceinline__ void write_double(int* words, double x) {
+    words[0] = __double2loint(x);
+    words[1] = __double2hiint(x);
+}
+
+// One block. Warps take pairs in turn, and the totals of the warps are added in their order.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    pair_losses(
+        const int* pairs, const int* targets, const float* stats, float* scales, int* sums, int* totals, float* report,
+        unsigned places, unsigned kind, double beta, double wrong, double margin, double step_pairs, float scale, unsigned accumulate) {
+    constexpr unsigned WARPS = THREADS / WARP;
+    __shared__ double shared[WARPS][REPORT_WORDS];
+    const unsigned warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    double total[REPORT_WORDS] = {};
+    for (unsigned pair = warp; pair < places; pair += WARPS) {
+        const int* words = pairs + (size_t)pair * 8;
+        const int first = words[0], middle = words[1], end = words[2];
+        if (end <= first) {
+            if (lane < 4) sums[(size_t)pair * 4 + lane] = 0;
+            continue;
+        }
+        const Answer chosen = answer_sum(targets, stats, first, middle, read_double(words + 4));
+        const Answer rejected = answer_sum(targets, stats, middle, end, read_double(words + 6));
+        const PairTerms terms = pair_terms(kind, beta, wrong, margin, chosen, rejected);
+        for (int row = first + int(lane); row < end; row += WARP) {
+            scales[row] = (float)(-(row < middle ? terms.slopes[0] : terms.slopes[1]) / step_pairs * (double)scale);
+        }
+        if (lane < 2) write_double(sums + (size_t)pair * 4 + lane * 2, lane == 0 ? chosen.sum : rejected.sum);
+        total[0] += terms.loss;
+        total[1] += terms.rewards[0];
+        total[2] += terms.rewards[1];
+        total[3] += terms.rewards[0] > terms.rewards[1] ? 1.0 : 0.0;
+        total[4] += chosen.sum;
+        total[5] += rejected.sum;
+    }
+    if (lane == 0) {
+#pragma unroll
+        for (unsigned word = 0; word < REPORT_WORDS; word++) shared[warp][word] = total[word];
+    }
+    __syncthreads();
+    if (threadIdx.x >= REPORT_WORDS) return;
+    double all = 0.0;
+    for (unsigned other = 0; other < WARPS; other++) all += shared[other][threadIdx.x];
+    all += accumulate ? read_double(totals + threadIdx.x * 2) : 0.0;
+    write_double(totals + threadIdx.x * 2, all);
+    report[threadIdx.x] = (float)(all / step_pairs);
+}
+
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
 #define KERNELS(dtype, T)                                                                                            \
     KERNEL cross_entropy_stats_##dtype(                                                                              \
@@ -200,7 +356,12 @@ extern "C" __global__ void __launch_bounds__(LOSS_THREADS)
     }                                                                                                                \
     KERNEL cross_entropy_grad_##dtype(                                                                               \
         T* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols, float scale) {       \
-        cross_entropy_grad(logits, targets, stats, vocab_start, cols, scale, AsItIs{});                              \
+        cross_entropy_grad(logits, targets, stats, vocab_start, cols, WeightScale{scale}, AsItIs{});                 \
+    }                                                                                                                \
+    KERNEL cross_entropy_row_grad_##dtype(                                                                           \
+        T* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols,                      \
+        const float* scales) {                                                                                       \
+        cross_entropy_grad(logits, targets, stats, vocab_start, cols, RowScale{scales}, AsItIs{});                   \
     }                                                                                                                \
     KERNEL cross_entropy_stats_capped_##dtype(                                                                       \
         const T* logits, const int* targets, float* stats, unsigned vocab_start, unsigned cols, unsigned first,      \
@@ -210,7 +371,12 @@ extern "C" __global__ void __launch_bounds__(LOSS_THREADS)
     KERNEL cross_entropy_grad_capped_##dtype(                                                                        \
         T* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols, float scale,         \
         float cap) {                                                                                                 \
-        cross_entropy_grad(logits, targets, stats, vocab_start, cols, scale, SoftCap{cap});                          \
+        cross_entropy_grad(logits, targets, stats, vocab_start, cols, WeightScale{scale}, SoftCap{cap});             \
+    }                                                                                                                \
+    KERNEL cross_entropy_row_grad_capped_##dtype(                                                                    \
+        T* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols,                      \
+        const float* scales, float cap) {                                                                            \
+        cross_entropy_grad(logits, targets, stats, vocab_start, cols, RowScale{scales}, SoftCap{cap});               \
     }
 
 FOR_EACH_FORMAT(KERNELS)

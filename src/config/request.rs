@@ -9,6 +9,7 @@ use crate::model::activations::LossTile;
 use crate::model::head_rows::HeadRows;
 use crate::model::shape::ModelShape;
 use crate::optim::adam::AdamHyper;
+use crate::pair_loss::PairLoss;
 use crate::recipe::{Numerics, Recipe, RowOrder, Schedule};
 use crate::request::cut::{StepCut, StepSplit};
 use crate::request::wanted::Wanted;
@@ -65,6 +66,7 @@ impl Settings {
                 sum_block: None,
                 inverse_rollback: self.rollback == Rollback::Inverse,
             },
+            pair_loss: self.pair_loss(),
             optimizer: AdamHyper {
                 lr: self.learning_rate,
                 beta1: self.adam_beta1,
@@ -81,12 +83,29 @@ impl Settings {
 
     /// How the data becomes rows.
     pub(crate) fn row_rules(&self) -> RowRules {
-        RowRules { seq_length: self.seq_length, packing: self.packing, overlong: self.overlong }
+        RowRules { seq_length: self.seq_length, packing: self.packing, overlong: self.overlong, pair_length: self.pair_length() }
+    }
+
+    /// The loss of pairs; `None` for the loss of tokens. The defaults are those of TRL.
+    fn pair_loss(&self) -> Option<PairLoss> {
+        let Self { beta, label_smoothing, simpo_gamma, .. } = *self;
+        let loss = |kind| PairLoss {
+            kind,
+            beta: beta.unwrap_or(0.1),
+            label_smoothing: label_smoothing.unwrap_or(0.0),
+            margin: simpo_gamma.unwrap_or(0.5),
+        };
+        self.loss.map(loss)
+    }
+
+    /// Largest number of tokens of an answer of a pair with its prompt; `None` if the data has no pairs.
+    pub(super) fn pair_length(&self) -> Option<usize> {
+        self.loss.map(|_| self.pair_length.unwrap_or(self.seq_length / 2))
     }
 
     fn row_order(&self) -> RowOrder {
         let Self { packing, overlong, eval_split: held_out, no_shuffle, seed, .. } = *self;
-        RowOrder { packing, overlong, held_out, shuffled: !no_shuffle, seed }
+        RowOrder { packing, overlong, pair_length: self.pair_length(), held_out, shuffled: !no_shuffle, seed }
     }
 
     /// Length of training, and course of the learning rate.
@@ -169,6 +188,7 @@ mod tests {
     use super::*;
     use crate::config::settings::tests::{command_line, sample_options};
     use crate::config::settings::{FEEDS, Feeds};
+    use crate::pair_loss::PairLossKind;
 
     fn splits(flags: &[&str]) -> std::result::Result<Vec<(usize, usize)>, String> {
         let all = [&["--data=corpus.txt", "--seq-length=16"], flags].concat();
@@ -218,9 +238,11 @@ mod tests {
             let name = flag.get_id().as_str().replace('-', "_");
             let Some((_, feeds)) = FEEDS.iter().find(|(key, _)| *key == name) else { continue };
             let options = sample_options(&flag);
-            let mut settings = Settings::default();
+            let is_of_pairs = ["beta", "label_smoothing", "simpo_gamma", "pair_length"].contains(&name.as_str());
+            let base = Settings { loss: is_of_pairs.then_some(PairLossKind::Dpo), ..Settings::default() };
+            let mut settings = base.clone();
             settings.take(options);
-            let (was, is) = (Settings::default().request(&shape), settings.request(&shape));
+            let (was, is) = (base.request(&shape), settings.request(&shape));
             let recipe = was.recipe != is.recipe || was.kernels != is.kernels || was.cut != is.cut;
             let wanted = was.wanted != is.wanted || was.strategy != is.strategy || was.early_rows != is.early_rows;
             match feeds {

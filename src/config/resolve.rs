@@ -2,6 +2,8 @@
 
 use super::options::{GpuCount, InitChoice};
 use super::settings::{Settings, TrainOptions};
+use crate::data::chat::record::DataFormat;
+use crate::data::rows::row_table::Packing;
 use crate::error::{Error, Result};
 use crate::hub::is_model_name;
 use crate::model_dir::expect_exists;
@@ -91,6 +93,9 @@ impl Settings {
         self.sources.extend(options.config.iter().chain(&options.deepspeed).cloned());
         self.is_batch_open = options.tokens_per_step.is_some() && options.per_device_train_batch_size.is_none();
         self.take(options);
+        if self.loss.is_some() {
+            self.read_pairs();
+        }
         self.without.sort_unstable();
         self.without.dedup();
         self.allow_changed.sort_unstable();
@@ -98,6 +103,18 @@ impl Settings {
         self.stop_signals.sort_unstable();
         self.stop_signals.dedup();
         self
+    }
+}
+
+impl Settings {
+    /// Chooses the format and the packing of pairs of answers where they are open.
+    fn read_pairs(&mut self) {
+        if self.data_format == DataFormat::Auto {
+            self.data_format = DataFormat::Preference;
+        }
+        if self.packing == Packing::Auto {
+            self.packing = Packing::Bfd;
+        }
     }
 }
 

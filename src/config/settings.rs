@@ -25,6 +25,7 @@ use crate::host::resctrl_group::ResctrlGroup;
 use crate::model::activations::LossTile;
 use crate::optim::moments::Moments;
 use crate::optim::schedule::{LrScheduler, TrainLength};
+use crate::pair_loss::PairLossKind;
 use crate::recipe::part::RunPart;
 use crate::request::choices::{
     ActivationsChoice, AttentionChoice, CastSide, EarlyRows, ExpertProductsChoice, HeadRowsChoice, HostMemoryKind, IsaChoice, LayerOrder,
@@ -341,6 +342,9 @@ settings! {
         packing: Packing = Packing::Auto, Order, Recipe;
         /// Handling of documents longer than a row; auto splits text, truncates records.
         overlong: Overlong = Overlong::Auto, Order, Recipe, unless "is_auto";
+        /// Largest number of tokens of an answer with its prompt, for --loss.
+        #[arg(value_name = "N")]
+        pair_length: usize => "half of a row", Order, Recipe, unless "Option::is_none";
         /// Name of the chat template, if the model has several.
         #[arg(value_name = "NAME")]
         chat_template_name: String => "the template named default", Tokens, Inputs;
@@ -373,6 +377,17 @@ settings! {
         strategy: Strategy = Strategy::Superoffload, Free, Wanted;
         /// Method to undo a failed speculation.
         rollback: Rollback = Rollback::Deferred, Logged, Recipe;
+        /// Loss of pairs of a chosen and a rejected answer.
+        loss: PairLossKind => "none: the loss of tokens", Order, Recipe, unless "Option::is_none";
+        /// Factor on the log-ratios of a loss of pairs.
+        #[arg(value_name = "X", allow_hyphen_values = true)]
+        beta: f64 => "0.1 with --loss", Logged, Recipe, unless "Option::is_none";
+        /// Probability that a label is wrong, for --loss robust.
+        #[arg(value_name = "X", allow_hyphen_values = true)]
+        label_smoothing: f64 => "0 with --loss", Logged, Recipe, unless "Option::is_none";
+        /// Margin of --loss simpo.
+        #[arg(value_name = "X", allow_hyphen_values = true)]
+        simpo_gamma: f64 => "0.5 with --loss", Logged, Recipe, unless "Option::is_none";
         /// Format of weights and gradients on the device.
         dtype: TrainDtype = TrainDtype::Bfloat16, Logged, Recipe;
         /// Format of layers' matrix products; fp8 is faster and coarser.

@@ -207,6 +207,31 @@ impl Dataset {
         if let Cut::Packed(table) = &self.cut { Some(table.became()) } else { None }
     }
 
+    /// Indices of the pairs in sequence `idx`; none if the data has no pairs.
+    pub(crate) fn pairs_of(&self, idx: usize) -> std::ops::Range<usize> {
+        if let Cut::Packed(table) = &self.cut { table.pairs_of(idx) } else { 0..0 }
+    }
+
+    /// Number of pairs.
+    pub(crate) fn pairs(&self) -> usize {
+        self.pairs_of(self.sequences - 1).end
+    }
+
+    /// Sets the reference sums of each pair.
+    pub(crate) fn set_references(&mut self, references: Vec<[f64; 2]>) {
+        if let Cut::Packed(table) = &mut self.cut {
+            table.set_references(references);
+        }
+    }
+
+    /// SHA-256 of the tokens of all pairs, in hexadecimal; empty if the data has no pairs.
+    ///
+    /// # Errors
+    /// When the tokens cannot be read.
+    pub(crate) fn pairs_digest(&self) -> Result<String> {
+        if let Cut::Packed(table) = &self.cut { table.digest(&self.stream) } else { Ok(String::new()) }
+    }
+
     /// Writes sequence `idx`. Positions and bounds of a row that is one document stay as they are.
     ///
     /// # Errors
@@ -496,7 +521,7 @@ pub(crate) mod tests {
             let mut preparation = Preparation::default();
             let dataset = Dataset::open(std::slice::from_ref(&path), &Tokenizer::bytes(), 256, rules, &mut preparation).unwrap();
             let (mut inputs, mut targets) = ([0; 4], [0; 4]);
-            let row = BatchRow { tokens: &mut inputs, targets: &mut targets, positions: &mut [0; 4], documents: None };
+            let row = BatchRow { tokens: &mut inputs, targets: &mut targets, positions: &mut [0; 4], documents: None, pairs: None };
             dataset.read_sequence(0, row).unwrap();
             let last = if packing == Packing::Off { -1 } else { half_of_5 };
             assert_eq!((inputs, targets), ([1, 2, 3, 4], [quarter_of_2, -1, 4, last]), "{packing}");
@@ -521,7 +546,7 @@ pub(crate) mod tests {
         let (mut inputs, mut targets) = ([0; 2], [0; 2]);
         let mut read = |idx| {
             let (positions, documents) = (&mut [0; 2], None);
-            let row = BatchRow { tokens: &mut inputs, targets: &mut targets, positions, documents };
+            let row = BatchRow { tokens: &mut inputs, targets: &mut targets, positions, documents, pairs: None };
             dataset.read_sequence(idx, row).unwrap();
             (inputs, targets)
         };

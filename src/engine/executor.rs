@@ -32,6 +32,7 @@ use crate::model::Model;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::clip::ClipMemory;
+use crate::pair_loss::PairMetrics;
 use crate::planner::plan::Plan;
 use crate::ranks::RANKS_MAX;
 use crate::trace::Recorder;
@@ -61,6 +62,8 @@ pub struct StepReport {
     pub(crate) exposed: Exposed,
     /// Amounts moved and stepped since the last report.
     pub counters: Counters,
+    /// Means over the pairs of the step, if the loss is one of pairs. On ranks other than rank 0 they are not complete.
+    pub pairs: Option<PairMetrics>,
     /// Time that each rank waited for its peers, in nanoseconds.
     pub(crate) exposed_to_peers_ns: [u64; RANKS_MAX],
     /// Load of the experts over all ranks, if the model has experts.
@@ -83,6 +86,8 @@ pub struct Engine<D: Kernels> {
     pub(super) report: StepResults,
     /// Host memory that logits are copied to, once somebody asks for them.
     pub(super) logits: Option<PinnedSlice>,
+    /// Host memory that sums of pairs are copied to, once somebody asks for them.
+    pub(super) pair_sums: Option<PinnedSlice>,
     pub(super) expert_rows: ExpertRows,
     pub(super) model: Arc<Model>,
     pub(super) flow: Option<WeightFlow>,
@@ -144,7 +149,8 @@ impl<D: Kernels> Engine<D> {
         let exchange = exchange((&mut dev, &mut host), &plan)?;
         let (slices, memory) = (exchange.slices(), Memory::new(&plan, &*exchange, (&mut dev, &mut host))?);
         let (scratch, model, flow) = StepScratch::take(&plan, &shape, slices, &memory, (&mut dev, &mut host))?;
-        let report = StepResults::new(slices.elems(), plan.recipe.step.shares / slices.ranks(), exchange.sums_on(), &mut dev, &mut host)?;
+        let reported = (plan.recipe.step.shares / slices.ranks(), plan.recipe.report_words());
+        let report = StepResults::new(slices.elems(), reported, exchange.sums_on(), (&mut dev, &mut host))?;
         let expert_rows = ExpertRows::new(&shape, plan.micro_batches_of_rank(), (&mut dev, &mut host))?;
         model.prepare(&mut dev)?;
         Ok(Self {
@@ -173,6 +179,7 @@ impl<D: Kernels> Engine<D> {
             scratch,
             report,
             logits: None,
+            pair_sums: None,
             expert_rows,
             model,
             flow,

@@ -14,6 +14,7 @@ mod logits;
 pub(crate) mod memory;
 mod module_events;
 mod orders;
+mod pair_sums;
 mod passes;
 pub(crate) mod pool;
 pub(crate) mod protocol;

@@ -1,6 +1,7 @@
 //! Start of the ranks of one process, and the loop of ranks other than rank 0.
 
 use super::executor::{Engine, StepData};
+use super::pair_sums::{KEEP_PAIR_SUMS, POST_PAIR_SUMS};
 use super::pool::Pool;
 use super::protocol::loss_scale::LossScale;
 use super::protocol::order::Order;
@@ -166,9 +167,16 @@ impl<D: Kernels + Peers> Engine<D> {
                 self.run_step(f64::from_bits(words[0]), StepData { weight_units: words[1] }).map(|_| ())
             }
             Order::Flush => self.flush(),
+            Order::Evaluate if words[2] == POST_PAIR_SUMS => {
+                self.post_pair_sums();
+                Ok(())
+            }
             Order::Evaluate => {
                 self.take_batches();
                 let micro_steps = words[1].min(self.plan.micro_batches_of_rank() as u64) as usize;
+                if words[2] == KEEP_PAIR_SUMS {
+                    self.reserve_pair_sums()?;
+                }
                 self.run_evaluation(words[0], micro_steps, &[])
             }
             Order::Finish => {

@@ -413,7 +413,8 @@ impl<D: Kernels> Engine<D> {
             return Ok(());
         }
         let batch = self.memory.batch(&self.plan, micro_step);
-        let starts = batch::documents(self.host.lend(batch), self.plan.recipe.step.micro_batch * self.plan.recipe.step.seq_length);
+        let words = self.host.lend(batch.slice(0, batch.bytes() - 4 * self.plan.recipe.pair_words()));
+        let starts = batch::documents(words, self.plan.recipe.step.micro_batch * self.plan.recipe.step.seq_length);
         self.dev.set_documents(starts, self.plan.recipe.step.seq_length)
     }
 
@@ -426,7 +427,10 @@ impl<D: Kernels> Engine<D> {
         let inputs = self.host.lend_mut(self.memory.inputs(&self.plan, micro_step));
         let (batch, lists) = inputs.split_at_mut(self.plan.batch_words());
         let (rows, targets) = lists.split_at_mut(words / 2);
-        head_rows::select(batch::targets(batch, tokens), rows, targets, self.plan.recipe.numerics.loss_tile.rows)
+        let selected = head_rows::select(batch::targets(batch, tokens), rows, targets, self.plan.recipe.numerics.loss_tile.rows);
+        let pairs = batch.len() - self.plan.recipe.pair_words();
+        selected.iter().for_each(|count| head_rows::place_pairs(&mut batch[pairs..], &rows[..*count]));
+        selected
     }
 
     fn begin_validation(&mut self, learning_rate: f64) -> Result<()> {
@@ -552,6 +556,7 @@ impl<D: Kernels> Engine<D> {
             counts,
             exposed,
             counters: Counters::default(),
+            pairs: self.pair_metrics(),
             exposed_to_peers_ns: [0; RANKS_MAX],
             expert_load: None,
         }
@@ -593,7 +598,11 @@ impl<D: Kernels> Engine<D> {
 
 /// Fills `memory` with a micro-batch. Returns its counted targets, or a description of invalid data.
 fn fill(plan: &Plan, vocab: usize, memory: &mut [i32], batches: &mut impl Batches) -> Result<std::result::Result<CountedTargets, String>> {
-    let mut batch = Batch::new(memory, plan.recipe.step.seq_length, plan.recipe.separates_documents());
+    let (seq_length, separates_documents) = (plan.recipe.step.seq_length, plan.recipe.separates_documents());
+    let mut batch = match plan.recipe.pair_loss {
+        Some(_) => Batch::of_pairs(memory, seq_length),
+        None => Batch::new(memory, seq_length, separates_documents),
+    };
     batches.fill(&mut batch)?;
     Ok(batch.count_targets(vocab))
 }

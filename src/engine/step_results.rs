@@ -4,7 +4,7 @@
 //! the last gradient is written, only one small copy and a short fold remain before the verdict.
 
 use super::ranks::exchange::ReportPort;
-use crate::device::{Device, DeviceSlice, EventId, GradNormPartials, Kernels, Stream, Zero};
+use crate::device::{Device, DeviceSlice, EventId, GradNormPartials, Kernels, Sides, Stream, Zero};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::host::pinned::{HostMemory, PinnedSlice};
@@ -20,8 +20,10 @@ pub(super) struct StepResults {
     nonfinite: DeviceSlice,
     host_partials: PinnedSlice,
     host_nonfinite: PinnedSlice,
-    /// The loss of each partial sum.
+    /// The numbers that each partial sum reports, the loss first.
     host_losses: PinnedSlice,
+    /// How many they are.
+    loss_words: usize,
     /// One event for each copy.
     copied: Vec<EventId>,
     /// The stream of all copies, except those of the losses of all partial sums but the last.
@@ -32,14 +34,21 @@ pub(super) struct StepResults {
 }
 
 impl StepResults {
-    pub(super) fn new<D: Device>(elems: usize, partial_sums: usize, stream: Stream, dev: &mut D, host: &mut HostMemory) -> Result<Self> {
+    /// Memory for reports of `elems` elements, and of partial sums that report so many numbers each.
+    pub(super) fn new<D: Device>(
+        elems: usize,
+        (partial_sums, loss_words): (usize, usize),
+        stream: Stream,
+        (dev, host): Sides<'_, D>,
+    ) -> Result<Self> {
         let blocks = elems / BLOCK;
         let report = Self {
             norm_partials: dev.alloc("norm partials", blocks, Dtype::Float32)?,
             nonfinite: dev.alloc("non-finite flag", 1, Dtype::Int32)?,
             host_partials: host.alloc("norm partials", blocks * 4)?,
             host_nonfinite: host.alloc("non-finite flag", 4)?,
-            host_losses: host.alloc("losses", partial_sums * 4)?,
+            host_losses: host.alloc("losses", partial_sums * loss_words * 4)?,
+            loss_words,
             copied: (0..=COPIES).map(|_| dev.event()).collect::<Result<_>>()?,
             ends: Vec::with_capacity(COPIES + 1),
             stream,
@@ -72,12 +81,12 @@ impl StepResults {
         Ok(())
     }
 
-    /// Enqueues the copy of the loss of `partial_sum`. In a step, the last partial sum's loss is copied by [`Report::end`].
+    /// Enqueues the copy of the numbers that `partial_sum` reports. In a step, the last partial sum's loss is copied by [`Report::end`].
     pub(super) fn add_loss<D: Device>(&mut self, dev: &mut D, loss: DeviceSlice, partial_sum: usize) -> Result<()> {
-        dev.copy_d2h(Stream::Compute, loss, self.host_losses.slice(partial_sum * 4, 4))
+        dev.copy_d2h(Stream::Compute, loss, self.host_losses.slice(partial_sum * self.loss_words * 4, self.loss_words * 4))
     }
 
-    /// The losses of this rank's partial sums, once they have arrived.
+    /// The numbers that this rank's partial sums report, once they have arrived.
     pub(super) fn losses<'h>(&self, host: &'h HostMemory) -> &'h [f32] {
         host.lend(self.host_losses)
     }
@@ -85,7 +94,8 @@ impl StepResults {
     /// Enqueues the rest of the report, after all gradients are written.
     pub(super) fn end<D: Device>(&mut self, dev: &mut D, loss: DeviceSlice) -> Result<()> {
         dev.copy_d2h(self.stream, self.nonfinite, self.host_nonfinite)?;
-        dev.copy_d2h(self.stream, loss, self.host_losses.slice(self.host_losses.bytes() - 4, 4))?;
+        let bytes = self.loss_words * 4;
+        dev.copy_d2h(self.stream, loss, self.host_losses.slice(self.host_losses.bytes() - bytes, bytes))?;
         self.copy_to(dev, self.norm_partials.elems())
     }
 

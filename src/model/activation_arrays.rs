@@ -6,6 +6,7 @@ use super::host_turns::HostTurn;
 use super::loss_tile::LossTile;
 use super::policy::LayerPolicy;
 use crate::device::DeviceSlice;
+use crate::pair_loss::PairLoss;
 
 /// Device memory of one micro-batch of T = `batch * seq_length` tokens. With sequence parallelism T is the number of this rank's tokens.
 /// Arrays are in the compute format unless stated otherwise.
@@ -37,7 +38,10 @@ pub(crate) struct Activations {
     pub(crate) rope_tables: Vec<DeviceSlice>,
     /// Rows that the head computes and their workspaces, if it computes [`super::head_rows::HeadRows::Trained`].
     pub(super) head_rows: Option<HeadRowsWork>,
-    /// Mean loss of the optimizer step, fp32 `[1]`; not multiplied by the loss scale.
+    /// Arrays of the loss of pairs; `None` for the loss of tokens.
+    pub(crate) pairs: Option<PairWork>,
+    /// Mean loss of the optimizer step, fp32 `[1]`; not multiplied by the loss scale. With a loss of pairs `[6]`: see
+    /// [`crate::pair_loss::REPORT_WORDS`].
     pub loss: DeviceSlice,
     pub(super) layers: Vec<LayerActivations>,
     /// Residual stream after the last layer, `[T, channels]`.
@@ -161,6 +165,23 @@ pub(super) struct HeadRowsWork {
     pub(super) hidden: DeviceSlice,
     /// Gradients of these hidden states.
     pub(super) dhidden: DeviceSlice,
+}
+
+/// Arrays of the loss of pairs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PairWork {
+    /// The loss.
+    pub(super) loss: PairLoss,
+    /// Pairs of the micro-batch, int32 `[places, 8]`, behind the other arrays of the batch: see [`crate::pair_loss::PAIR_WORDS`].
+    pub(super) pairs: DeviceSlice,
+    /// Softmax statistics of all rows, fp32 `[T, 3]`.
+    pub(super) stats: DeviceSlice,
+    /// Scales of the gradients of all rows, fp32 `[T]`.
+    pub(super) scales: DeviceSlice,
+    /// Sums of log-probabilities, int32 `[places, 4]`: see [`crate::pair_loss::SUM_WORDS`].
+    pub(crate) sums: DeviceSlice,
+    /// Sums of the reported numbers in fp64, int32 `[6, 2]`.
+    pub(super) totals: DeviceSlice,
 }
 
 /// Workspaces of experts, for the R = `T * k` rows of all tokens.

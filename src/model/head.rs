@@ -5,16 +5,19 @@
 //! vocabulary, logits are computed a second time for this, which is cheaper than saving them. A tail of such a tile ([`LossTile::tail`]) is a
 //! tile of its own, and its logits exist together with the others.
 //!
+//! A loss of pairs needs the sums of log-probabilities of whole answers before the first gradient. So the statistics of all rows come first,
+//! then one kernel makes a scale for each row of them, and a second pass over the rows computes the gradients.
+//!
 //! [`LossTile::tail`]: super::loss_tile::LossTile::tail
 
 use super::Model;
-use super::activation_arrays::HeadRowsWork;
+use super::activation_arrays::{HeadRowsWork, PairWork};
 use super::head_rows;
 use super::params::LinearParams;
 use super::tensors::Module;
 use crate::device::{
-    CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, DeviceSlice, Embed, Kernels, Matmul, MatmulLayout, MatmulShape, ScatterRows,
-    Stream, Zero,
+    CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, CrossEntropyStats, DeviceSlice, Embed, Kernels, Matmul, MatmulLayout,
+    MatmulShape, PairLosses, ScatterRows, Stream, Zero,
 };
 use crate::error::Result;
 use std::ops::Range;
@@ -24,7 +27,8 @@ use std::ops::Range;
 pub(crate) struct MicroStep {
     /// Whether this is the first micro-step, which overwrites loss and gradients; later ones add.
     pub first: bool,
-    /// `1 / (sum of the weights of all targets in the whole optimizer step)`: loss and gradients are weighted means over these targets.
+    /// `1 / (sum of the weights of all targets in the whole optimizer step)`: loss and gradients are weighted means over these targets. With a
+    /// loss of pairs `1 / (pairs of the step)`.
     pub(crate) inv_weight: f32,
     /// Factor on all gradients, not on the loss (fp16).
     pub(crate) loss_scale: f32,
@@ -32,6 +36,13 @@ pub(crate) struct MicroStep {
     pub(crate) balance: f32,
     /// Number of rows in the list of [`super::head_rows::select`], which the head computes; `None`: all rows.
     pub(crate) head_rows: Option<usize>,
+}
+
+impl MicroStep {
+    /// Pairs of the step, if the loss is one of pairs.
+    fn pairs(self) -> f64 {
+        (1.0 / f64::from(self.inv_weight)).round()
+    }
 }
 
 /// Gradients that the head computes.
@@ -54,6 +65,8 @@ struct Rows {
     dhidden: DeviceSlice,
     targets: DeviceSlice,
     stats: DeviceSlice,
+    /// Scales of the gradients, with a loss of pairs.
+    scales: Option<DeviceSlice>,
     count: usize,
     first: bool,
 }
@@ -66,13 +79,37 @@ impl Model {
         if gradients.is_some() && micro.head_rows.zip(self.activations.head_rows).is_some() {
             dev.launch(Zero { x: self.activations.dnorm })?;
         }
+        if let Some(work) = self.activations.pairs {
+            self.pair_loss(dev, micro, work)?;
+            if gradients.is_none() {
+                return Ok(());
+            }
+        }
         self.for_each_tile(dev, micro, |dev, rows| {
-            self.loss(dev, rows, micro)?;
+            if rows.scales.is_none() {
+                self.loss(dev, rows, micro)?;
+            }
             let Some(gradients) = gradients else { return Ok(()) };
             self.loss_backward(dev, rows, micro, gradients)?;
             self.scatter(dev, rows)
         })?;
         if gradients.is_some() { self.backward(dev, Module::Head, micro) } else { Ok(()) }
+    }
+
+    /// Computes the losses of the pairs of the micro-batch, and the scale of each row's gradient.
+    fn pair_loss<D: Kernels>(&self, dev: &mut D, micro: MicroStep, work: PairWork) -> Result<()> {
+        self.for_each_tile(dev, micro, |dev, rows| self.stats(dev, rows))?;
+        let PairWork { loss, pairs, stats, scales, sums, totals } = work;
+        let (targets, report) = (self.pair_targets(micro), self.activations.loss);
+        let (stats, scales) = (stats.slice(0, 3 * targets.elems()), scales.slice(0, targets.elems()));
+        let (step_pairs, scale, accumulate) = (micro.pairs(), micro.loss_scale, !micro.first);
+        dev.launch(PairLosses { pairs, targets, stats, scales, sums, totals, report, loss, step_pairs, scale, accumulate })
+    }
+
+    /// The targets of all rows that the head computes.
+    fn pair_targets(&self, micro: MicroStep) -> DeviceSlice {
+        let selected = micro.head_rows.zip(self.activations.head_rows);
+        selected.map_or(self.activations.targets, |(count, work)| work.targets.slice(0, count))
     }
 
     /// Computes the gradient of the output matrix that [`HeadGradients::Hidden`] leaves out. The output of the final norm must be that of the
@@ -118,14 +155,24 @@ impl Model {
         })
     }
 
+    /// Softmax statistics and scales of `count` rows from `start` on.
+    fn loss_arrays(&self, start: usize, count: usize) -> (DeviceSlice, Option<DeviceSlice>) {
+        match self.activations.pairs {
+            None => (self.activations.loss_stats.slice(0, count * 3), None),
+            Some(work) => (work.stats.slice(start * 3, count * 3), Some(work.scales.slice(start, count))),
+        }
+    }
+
     fn rows(&self, start: usize, count: usize) -> Rows {
         let (act, channels) = (&self.activations, self.shape.channels);
+        let (stats, scales) = self.loss_arrays(start, count);
         Rows {
             selected: None,
             hidden: act.final_norm_out.slice(start * channels, count * channels),
             dhidden: act.dnorm.slice(start * channels, count * channels),
             targets: act.targets.slice(start, count),
-            stats: act.loss_stats.slice(0, count * 3),
+            stats,
+            scales,
             count,
             first: start == 0,
         }
@@ -137,8 +184,8 @@ impl Model {
         let [hidden, dhidden] = [work.hidden, work.dhidden].map(|rows| rows.slice(0, count * channels));
         let [selected, targets] = [work.rows, work.targets].map(|list| list.slice(start, count));
         dev.launch(Embed { tokens: selected, positions: selected, wte: act.final_norm_out, wpe: None, out: hidden, channels })?;
-        let stats = act.loss_stats.slice(0, count * 3);
-        Ok(Rows { selected: Some(selected), hidden, dhidden, targets, stats, count, first: start == 0 })
+        let (stats, scales) = self.loss_arrays(start, count);
+        Ok(Rows { selected: Some(selected), hidden, dhidden, targets, stats, scales, count, first: start == 0 })
     }
 
     /// Copies the gradients of selected rows to their places in the gradient of all rows, which is zero elsewhere.
@@ -166,14 +213,16 @@ impl Model {
     }
 
     fn loss_backward<D: Kernels>(&self, dev: &mut D, rows: Rows, micro: MicroStep, gradients: HeadGradients) -> Result<()> {
+        // With a loss of pairs, the logits in memory are those of the last rows.
+        let are_kept = self.activations.tile.holds(self.shape.vocab) && rows.scales.is_none();
         for tile in self.tiles() {
-            let logits = match self.activations.tile.holds(self.shape.vocab) {
-                true => self.logits_of(rows, &tile),
-                false => self.logits_tile(dev, rows, &tile)?,
-            };
+            let logits = if are_kept { self.logits_of(rows, &tile) } else { self.logits_tile(dev, rows, &tile)? };
             let (Rows { targets, stats, .. }, scale) = (rows, micro.inv_weight * micro.loss_scale);
             let (vocab_start, cols, softcap) = (tile.start, tile.len(), self.shape.logit_softcap);
-            dev.launch(CrossEntropyGrad { logits, targets, stats, vocab_start, cols, softcap, scale })?;
+            match rows.scales {
+                None => dev.launch(CrossEntropyGrad { logits, targets, stats, vocab_start, cols, softcap, scale })?,
+                Some(scales) => dev.launch(CrossEntropyRowGrad { logits, targets, stats, scales, vocab_start, cols, softcap })?,
+            }
             if gradients != HeadGradients::Matrix {
                 self.hidden_gradient(dev, rows, logits, &tile)?;
             }

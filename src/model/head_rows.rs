@@ -4,6 +4,7 @@
 //! leave them out. The loss and the gradient of the output matrix are sums over rows. Without the zeros of the rows that are left out, these
 //! sums are cut into other blocks and rounded elsewhere, so the choice decides bits.
 
+use crate::pair_loss::PAIR_WORDS;
 use serde::{Deserialize, Serialize};
 
 /// Rows that the head computes.
@@ -69,6 +70,15 @@ pub(crate) fn select(targets: &[i32], rows: &mut [i32], kept: &mut [i32], tile_r
     Some(count)
 }
 
+/// Changes the rows of `pairs` from rows of the micro-batch to places in the list of selected `rows`.
+pub(crate) fn place_pairs(pairs: &mut [i32], rows: &[i32]) {
+    for words in pairs.as_chunks_mut::<PAIR_WORDS>().0 {
+        for row in &mut words[..3] {
+            *row = rows.partition_point(|selected| selected < row) as i32;
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -104,6 +114,13 @@ mod tests {
         assert_eq!(rows, [0, 1, 2, 3, 4, 5, 40, 63]);
         assert_eq!(kept.iter().filter(|target| **target >= 0).collect::<Vec<_>>(), [&5, &0, &9]);
         assert_eq!(kept[3], 5);
+    }
+
+    #[test]
+    fn pairs_follow_their_rows_into_the_list() {
+        let mut pairs = [4, 9, 12, 0, 7, 7, 7, 7, 12, 15, 16, 0, 5, 5, 5, 5, 0, 0, 0, 0, 0, 0, 0, 0];
+        place_pairs(&mut pairs, &[0, 2, 6, 7, 10, 12, 14, 15]);
+        assert_eq!(pairs, [2, 4, 5, 0, 7, 7, 7, 7, 5, 7, 8, 0, 5, 5, 5, 5, 0, 0, 0, 0, 0, 0, 0, 0]);
     }
 
     #[test]

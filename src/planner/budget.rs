@@ -96,8 +96,22 @@ pub(crate) fn micro_batch<'a>(
 ) -> MicroBatch<'a> {
     let StepShape { micro_batch: batch, seq_length, sequence_ranks, .. } = recipe.step;
     let Numerics { dtype, fp8, head_rows, mlp_tile, .. } = recipe.numerics;
-    let (separates_documents, segments) = (recipe.separates_documents(), segments.starts());
-    MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, head_rows, tile, mlp_tile, policies, segments }
+    let (separates_documents, pair_loss, segments) = (recipe.separates_documents(), recipe.pair_loss, segments.starts());
+    MicroBatch {
+        shape,
+        batch,
+        seq_length,
+        sequence_ranks,
+        separates_documents,
+        pair_loss,
+        dtype,
+        fp8,
+        head_rows,
+        tile,
+        mlp_tile,
+        policies,
+        segments,
+    }
 }
 
 /// Memory of the residual stream between `segments` of the layers of `recipe`, which run on a single device if there are several.
@@ -352,7 +366,7 @@ impl Workload<'_> {
     }
 
     /// Host buffers of the drivers: all micro-batches of a step, because they are read before the first one runs; partial sums of the norm,
-    /// a flag, and the loss of each partial sum; expert rows of each micro-batch; embedding rows that are stepped last; and buffers for
+    /// a flag, and the numbers that each partial sum reports; expert rows of each micro-batch; embedding rows that are stepped last; and buffers for
     /// state in transfer.
     fn driver_bytes(&self, layout: &BucketLayout) -> usize {
         let parts = self.recipe.step.micro_batches * self.recipe.step.sequence_ranks;
@@ -366,7 +380,7 @@ impl Workload<'_> {
         4 * (self.batch_words()
             + lists
             + norm_partials
-            + self.recipe.step.shares
+            + self.recipe.step.shares * self.recipe.report_words()
             + expert_words
             + rows
             + self.site.ranks * (1 + BOUNCE_ELEMS))
@@ -374,17 +388,13 @@ impl Workload<'_> {
 
     /// Words of all micro-batches of a step.
     fn batch_words(&self) -> usize {
-        let of_part = batch::part_words(
-            (self.recipe.step.micro_batch, self.recipe.step.seq_length),
-            self.recipe.step.sequence_ranks,
-            self.recipe.separates_documents(),
-        );
-        self.recipe.step.micro_batches * self.recipe.step.sequence_ranks * of_part
+        let ranks = self.recipe.step.sequence_ranks;
+        self.recipe.step.micro_batches * ranks * self.recipe.batch_words(ranks)
     }
 
     /// Bytes of the progress counters of all processes; 0 with one rank.
     fn counter_bytes(&self, layout: &BucketLayout) -> usize {
-        let steps = (self.recipe.step.shares, self.batch_words(), self.shape().experts());
+        let steps = (self.recipe.step.shares * self.recipe.report_words(), self.batch_words(), self.shape().experts());
         if self.site.ranks == 1 { 0 } else { self.site.processes * counter_sizes(layout, self.site.ranks, steps).bytes() }
     }
 
@@ -446,19 +456,15 @@ pub(crate) fn host_sums(layout: &BucketLayout, sums_on_host: bool) -> [usize; 2]
     [layout.offloaded_elems(), SUM_PLACES.min(layout.offloaded()) * layout.bucket_elems()]
 }
 
-/// Dimensions of the progress counters. Their mail holds the micro-batches of a step, or a piece of state. The tuple has a step's gradient
-/// partial sums, the words of its micro-batches, and the experts of all layers.
-pub(super) fn counter_sizes(
-    layout: &BucketLayout,
-    ranks: usize,
-    (partial_sums, batch_words, experts): (usize, usize, usize),
-) -> CounterSizes {
+/// Dimensions of the progress counters. Their mail holds the micro-batches of a step, or a piece of state. The tuple has the numbers
+/// that a step's partial sums report, the words of its micro-batches, and the experts of all layers.
+pub(super) fn counter_sizes(layout: &BucketLayout, ranks: usize, (reported, batch_words, experts): (usize, usize, usize)) -> CounterSizes {
     let flat = layout.flat_elems();
     CounterSizes {
         ranks,
         buckets: layout.count(),
         norm_partials: flat / BLOCK,
-        partial_sums,
+        partial_sums: reported,
         experts,
         mail_words: batch_words.max(PIECE_ELEMS.min(flat)),
         on_gpus: false,

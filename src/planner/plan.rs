@@ -8,7 +8,6 @@ use super::forecast::Forecast;
 use super::placement::Placement;
 use super::protocol::Protocol;
 use super::site::Site;
-use crate::data::rows::batch;
 use crate::device::DeviceKind;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::model::activations::MicroBatch;
@@ -145,11 +144,7 @@ impl Plan {
 
     /// Words of a rank's part of a micro-batch.
     pub(crate) fn batch_words(&self) -> usize {
-        batch::part_words(
-            (self.recipe.step.micro_batch, self.recipe.step.seq_length),
-            self.recipe.step.sequence_ranks,
-            self.recipe.separates_documents(),
-        )
+        self.recipe.batch_words(self.recipe.step.sequence_ranks)
     }
 
     /// Words of the lists of a micro-batch's selected rows of the head; 0 if the head computes all rows.
@@ -203,8 +198,8 @@ impl Plan {
     /// Dimensions of the progress counters of its ranks.
     pub fn board_sizes(&self) -> CounterSizes {
         let batch_words = self.recipe.step.micro_batches * self.recipe.step.sequence_ranks * self.batch_words();
-        let sizes =
-            counter_sizes(&self.placement.layout, self.site.ranks, (self.recipe.step.shares, batch_words, self.recipe.model.experts()));
+        let reported = self.recipe.step.shares * self.recipe.report_words();
+        let sizes = counter_sizes(&self.placement.layout, self.site.ranks, (reported, batch_words, self.recipe.model.experts()));
         CounterSizes { on_gpus: self.site.machine.kind == DeviceKind::Gpu, ..sizes }
     }
 

@@ -84,7 +84,7 @@ pub(crate) struct ProgressCounters {
     bells: Vec<Arc<Doorbell>>,
     /// Partial sums of the norm of all ranks, in flat order, as bits.
     norm_partials: Box<[AtomicU32]>,
-    /// Loss of each gradient share, as bits.
+    /// Numbers that each gradient share reports, as bits: the loss first.
     losses: Box<[AtomicU32]>,
     /// Norm, loss and non-finite flag of the step `outcome_step`.
     outcome: [AtomicU64; 3],
@@ -112,7 +112,7 @@ pub struct CounterSizes {
     pub buckets: usize,
     /// Number of partial sums of the norm.
     pub norm_partials: usize,
-    /// Number of gradient shares of a step.
+    /// Number of numbers that the gradient shares of a step report: one loss each, or several numbers.
     pub partial_sums: usize,
     /// Number of experts of all layers together.
     pub experts: usize,
@@ -405,10 +405,10 @@ impl ProgressCounters {
         }
     }
 
-    /// Writes the loss of `partial_sum`.
-    pub(crate) fn write_loss(&self, partial_sum: usize, loss: f32) {
-        self.losses[partial_sum].store(loss.to_bits(), Ordering::Relaxed);
-        let notice = || Notice::new(Topic::Loss, &[partial_sum as u64, u64::from(loss.to_bits())]);
+    /// Writes the number at index `at` of those that shares report.
+    pub(crate) fn write_loss(&self, at: usize, loss: f32) {
+        self.losses[at].store(loss.to_bits(), Ordering::Relaxed);
+        let notice = || Notice::new(Topic::Loss, &[at as u64, u64::from(loss.to_bits())]);
         if let Some(remote) = &self.remote {
             remote.outbox.send(Audience::First, notice());
         }
@@ -427,17 +427,16 @@ impl ProgressCounters {
         self.entry(rank).reported.load(Ordering::Acquire)
     }
 
-    /// For `step`, whether a gradient of any rank is infinite or NaN, and the sum of the shares' losses in the order of shares. `None`
-    /// until every rank has reported.
-    pub(crate) fn reports(&self, step: u64) -> Option<(bool, f32)> {
+    /// For `step`, whether a gradient of any rank is infinite or NaN. `None` until every rank has reported.
+    pub(crate) fn reports(&self, step: u64) -> Option<bool> {
         let all = (0..self.ranks()).all(|rank| self.reported(rank) >= step);
         let nonfinite = || self.entries.iter().any(|entry| entry.nonfinite.load(Ordering::Relaxed));
-        all.then(|| (nonfinite(), self.losses() as f32))
+        all.then(nonfinite)
     }
 
-    /// The sum of the shares' losses, in their order.
-    pub(crate) fn losses(&self) -> f64 {
-        self.losses.iter().map(|bits| f64::from(f32::from_bits(bits.load(Ordering::Relaxed)))).sum()
+    /// The numbers that shares report, in the order of shares.
+    pub(crate) fn losses(&self) -> impl Iterator<Item = f32> + '_ {
+        self.losses.iter().map(|bits| f32::from_bits(bits.load(Ordering::Relaxed)))
     }
 
     /// Publishes the outcome of `step`, which rank 0 computed.

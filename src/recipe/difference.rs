@@ -4,8 +4,8 @@
 
 use super::part::RunPart;
 use super::record::{
-    ATTENTION_BLOCK, CPU_SUM_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, HEAD_ROWS, LONG_SUMS, LOSS_TILE, MATMUL, MLP_TILE, PLAIN_MATMUL,
-    Record, SEQUENCE_RANKS, STEP,
+    ATTENTION_BLOCK, CPU_SUM_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, HEAD_ROWS, LONG_SUMS, LOSS_TILE, MATMUL, MLP_TILE, PAIR_LOSS,
+    PLAIN_MATMUL, Record, SEQUENCE_RANKS, STEP,
 };
 use super::{Numerics, Recipe, RowOrder, Schedule, StepShape};
 use crate::data::checksum::hex;
@@ -55,13 +55,15 @@ impl Recipe {
 
     /// All fields.
     pub(super) fn fields(&self) -> Vec<RecipeField> {
-        let Self { model, rows, step, numerics, optimizer, schedule, max_grad_norm, router_aux_loss_coef, inject } = self;
+        let Self { model, rows, step, numerics, pair_loss, optimizer, schedule, max_grad_norm, router_aux_loss_coef, inject } = self;
         let optimizer = RecipeField::new("AdamW", format!("{optimizer:?}"));
         let [norm, router] =
             [("gradient norm", max_grad_norm), ("router loss", router_aux_loss_coef)].map(|(name, x)| RecipeField::new(name, x));
         let parts = [vec![of_model(model)], of_numerics(numerics), of_step(step), of_rows(rows), of_schedule(schedule)];
         let injected = RecipeField::new("injected values", format!("{inject:?}"));
-        parts.into_iter().flatten().chain([optimizer, norm, router, injected]).collect()
+        let loss = pair_loss.map_or_else(|| "of tokens".into(), |loss| format!("{loss:?}"));
+        let loss = RecipeField::new("loss", loss).numeric(PAIR_LOSS, json!(pair_loss), Some(Value::Null));
+        parts.into_iter().flatten().chain([loss, optimizer, norm, router, injected]).collect()
     }
 }
 
@@ -173,10 +175,11 @@ fn of_step(step: &StepShape) -> Vec<RecipeField> {
 }
 
 fn of_rows(rows: &RowOrder) -> Vec<RecipeField> {
-    let &RowOrder { packing, overlong, held_out, shuffled, seed } = rows;
+    let &RowOrder { packing, overlong, pair_length, held_out, shuffled, seed } = rows;
     vec![
         RecipeField::new("packing", format!("{packing:?}")),
         RecipeField::new("long documents", format!("{overlong:?}")),
+        RecipeField::new("length of answers", pair_length.map_or_else(|| "that of rows".into(), |tokens| tokens.to_string())),
         RecipeField::new("documents held out", held_out.map_or_else(|| "none".into(), |split| split.to_string())),
         RecipeField::new("shuffled rows", shuffled),
         RecipeField::new("seed", seed),

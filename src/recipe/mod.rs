@@ -10,6 +10,7 @@ pub(crate) mod record;
 #[cfg(test)]
 pub(crate) mod tests;
 
+use crate::data::rows::batch;
 use crate::data::rows::hold_out::EvalSplit;
 use crate::data::rows::row_table::{Overlong, Packing};
 use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
@@ -22,6 +23,7 @@ use crate::optim::adam::AdamHyper;
 use crate::optim::moments::Moments;
 use crate::optim::optimizer::Optimizer;
 use crate::optim::schedule::{LrSchedule, LrScheduler, TrainLength};
+use crate::pair_loss::{PairLoss, REPORT_WORDS};
 use std::sync::Arc;
 
 /// All choices that decide the bits of a run's weights, besides the contents of its data and its initial weights.
@@ -35,6 +37,8 @@ pub struct Recipe {
     pub step: StepShape,
     /// Formats, kernels and tiles.
     pub numerics: Numerics,
+    /// The loss of pairs of answers; `None` for the loss of tokens.
+    pub pair_loss: Option<PairLoss>,
     /// Hyperparameters of Adam. The learning rate is that at the peak of the schedule.
     pub optimizer: AdamHyper,
     /// Course of the learning rate.
@@ -54,6 +58,8 @@ pub struct RowOrder {
     pub packing: Packing,
     /// Treatment of documents that are longer than a row.
     pub overlong: Overlong,
+    /// Largest number of tokens of an answer of a pair with its prompt; `None` if the data has no pairs.
+    pub pair_length: Option<usize>,
     /// Documents that are held out for evaluation.
     pub held_out: Option<EvalSplit>,
     /// Whether rows are shuffled in each epoch; otherwise they are read in the order of files.
@@ -128,6 +134,22 @@ impl Recipe {
     /// Whether rows hold several documents that attention must separate.
     pub fn separates_documents(&self) -> bool {
         self.rows.packing == Packing::Bfd
+    }
+
+    /// Words of a micro-batch, or of its part on each of `ranks` ranks that share its rows.
+    pub(crate) fn batch_words(&self, ranks: usize) -> usize {
+        let rows = (self.step.micro_batch, self.step.seq_length);
+        batch::part_words(rows, ranks, self.separates_documents()) + self.pair_words()
+    }
+
+    /// Words of the pairs of a micro-batch; 0 if the loss is that of tokens.
+    pub(crate) fn pair_words(&self) -> usize {
+        self.pair_loss.map_or(0, |_| batch::pair_words((self.step.micro_batch, self.step.seq_length)))
+    }
+
+    /// Numbers that each partial sum reports: the loss, and those of pairs.
+    pub(crate) fn report_words(&self) -> usize {
+        self.pair_loss.map_or(1, |_| REPORT_WORDS)
     }
 
     /// The optimizer, with the formats of its state.

@@ -1,6 +1,7 @@
 use super::record::{CPU_SUM_BLOCK, HEAD_ROWS, LONG_SUMS, MATMUL, STEP};
 use super::*;
 use crate::data::rows::hold_out::EvalSplit;
+use crate::pair_loss::PairLossKind;
 use serde_json::{Map, Value, json};
 
 /// The recipe of a small run.
@@ -22,9 +23,10 @@ pub(crate) fn recipe() -> Recipe {
     };
     Recipe {
         model: Arc::new(ModelShape::demo()),
-        rows: RowOrder { packing: Packing::Wrapped, overlong: Overlong::Auto, held_out: None, shuffled: true, seed: 42 },
+        rows: RowOrder { packing: Packing::Wrapped, overlong: Overlong::Auto, pair_length: None, held_out: None, shuffled: true, seed: 42 },
         step: StepShape { micro_batch: 2, seq_length: 16, micro_batches: 4, shares: 2, group: 1, sequence_ranks: 1 },
         numerics,
+        pair_loss: None,
         optimizer: AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
         schedule: Schedule { length: TrainLength::Steps(9), scheduler: LrScheduler::Linear, warmup_steps: 0, warmup_ratio: 0.1 },
         max_grad_norm: 1.0,
@@ -34,7 +36,9 @@ pub(crate) fn recipe() -> Recipe {
 }
 
 /// A change of each field.
-const CHANGES: [fn(&mut Recipe); 33] = [
+const CHANGES: [fn(&mut Recipe); 35] = [
+    |r| r.rows.pair_length = Some(8),
+    |r| r.pair_loss = Some(PairLoss { kind: PairLossKind::Dpo, beta: 0.1, label_smoothing: 0.0, margin: 0.5 }),
     |r| r.model = Arc::new(ModelShape::demo().with_layers(1)),
     |r| r.rows.packing = Packing::Bfd,
     |r| r.rows.overlong = Overlong::Drop,
@@ -112,7 +116,7 @@ fn the_record_of_checkpoints_is_stable() {
         r#"{"model":{},"numerics":{"loss_tile":{"rows":8,"vocab":9},"attention":"plain","expert_products":"own","#,
         r#""long_sums":"library","head_rows":"all","attention_block":[4096,4096],"mlp_tile":null,"computed_on":"cpu","cpu_sum_block":128,"#,
         r#""matmul":"in the format of weights","#,
-        r#""sequence_ranks":1,"gradient_group":1},"moments":"float32","step":{"micro_batches":4,"gradient_shares":2}}"#,
+        r#""sequence_ranks":1,"gradient_group":1,"pair_loss":null},"moments":"float32","step":{"micro_batches":4,"gradient_shares":2}}"#,
     );
     assert_eq!(serde_json::to_string(&run).unwrap(), text);
 }

@@ -8,6 +8,7 @@ use crate::data::dataset::Dataset;
 use crate::data::loader::DataPosition;
 use crate::data::rows::batch::{Batch, Batches};
 use crate::error::Result;
+use crate::pair_loss::PairMetrics;
 
 /// The evaluation dataset of a run and its schedule.
 pub(super) struct Evaluation {
@@ -49,12 +50,32 @@ impl Evaluation {
 
     /// All of its sequences, once.
     pub(super) fn sequences(&self) -> EvalSequences<'_> {
-        EvalSequences { dataset: &self.dataset, next: 0 }
+        EvalSequences::of(&self.dataset)
     }
 }
 
 fn complete_epochs(position: DataPosition, sequences: usize) -> u64 {
     position.epoch + u64::from(position.next_sequence == sequences as u64)
+}
+
+/// Sums of the numbers of pairs over the parts of an evaluation.
+#[derive(Default)]
+pub(super) struct PairSums(Option<PairMetrics>);
+
+impl PairSums {
+    /// Adds the means over `pairs` pairs.
+    pub(super) fn add(&mut self, means: Option<PairMetrics>, pairs: f64) {
+        let Some(mut means) = means else { return };
+        let sums = self.0.get_or_insert_default();
+        sums.each().into_iter().zip(means.each()).for_each(|(sum, mean)| *sum += *mean * pairs);
+    }
+
+    /// The means over all `pairs` pairs.
+    pub(super) fn mean(self, pairs: f64) -> Option<PairMetrics> {
+        let mut sums = self.0?;
+        sums.each().into_iter().for_each(|sum| *sum /= pairs.max(1.0));
+        Some(sums)
+    }
 }
 
 /// The results of evaluations, and whether they end the run.
@@ -125,7 +146,17 @@ pub(super) struct EvalSequences<'a> {
     next: usize,
 }
 
-impl EvalSequences<'_> {
+impl<'a> EvalSequences<'a> {
+    /// All sequences of `dataset`.
+    pub(super) fn of(dataset: &'a Dataset) -> Self {
+        Self { dataset, next: 0 }
+    }
+
+    /// Number of the next sequence.
+    pub(super) fn next(&self) -> usize {
+        self.next
+    }
+
     /// Whether none is left.
     pub(super) fn is_over(&self) -> bool {
         self.next >= self.dataset.sequences()

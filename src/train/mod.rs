@@ -23,6 +23,7 @@ mod previous_run;
 mod processes;
 mod prompts;
 pub(crate) mod record;
+mod reference;
 mod replanner;
 mod resume;
 mod resume_numerics;
@@ -147,7 +148,7 @@ impl UseEngine for Training<'_> {
 
     fn run<D: Kernels>(self, engine: Engine<D>) -> Result<Summary> {
         drop(self.meeting_place);
-        drive(self.prepared.session(engine, self.run_dir, self.observer)?, self.stop, self.observer)
+        drive(self.prepared.session(engine, self.run_dir, self.stop, self.observer)?, self.stop, self.observer)
     }
 }
 

@@ -2,6 +2,7 @@
 //! the run writes a byte: a new run is refused, and one that goes on in a directory of its own gives it another name.
 
 use super::observer::Observer;
+use super::reference::REFERENCE;
 use super::run_lock::LOCK;
 use super::sinks::metrics_file::METRICS;
 use super::sinks::{SINKS, SinkKind};
@@ -20,8 +21,17 @@ use std::ffi::{OsStr, OsString};
 /// The names in the output directory, besides those of sinks.
 const NAMES: [&OwnedName; 7] = [&LOCK, &RECORDS, &TRACE, &CHECKPOINT, &BEING_WRITTEN, &BEING_REPLACED, &BEING_REMOVED];
 /// The names in its folder [`RECORDS`].
-pub(crate) const RECORD_NAMES: [&OwnedName; 8] =
-    [&RECORDS_MANIFEST, &CHECKSUMS.file, &CHECKED.file, &SOURCES.file, &SMALL, &BESIDE_THE_RUN, &CARRIED, &CARRIED_BEING_WRITTEN];
+pub(crate) const RECORD_NAMES: [&OwnedName; 9] = [
+    &REFERENCE.file,
+    &RECORDS_MANIFEST,
+    &CHECKSUMS.file,
+    &CHECKED.file,
+    &SOURCES.file,
+    &SMALL,
+    &BESIDE_THE_RUN,
+    &CARRIED,
+    &CARRIED_BEING_WRITTEN,
+];
 /// Written beside this name and removed, to know that files can be written. Nothing ever has the name itself.
 pub(super) const PROBE: OwnedName = OwnedName { pattern: ".write-probe", kind: "probe", mark: OwnMark::Head("x") };
 /// Files in the output directory that are written beside first, as `.<name>.tmp-<number>`.

@@ -5,6 +5,7 @@ use super::extent::RunExtent;
 use super::facts_line::RunDescription;
 use super::observer::Observer;
 use super::prompts::Prompts;
+use super::reference::ReferenceData;
 use super::run_dir::RunDir;
 use super::run_facts::RunFacts;
 use super::save_times::describe_save_times;
@@ -301,7 +302,13 @@ impl PreparedRun<'_> {
     ///
     /// # Errors
     /// Errors before the first step.
-    pub(super) fn session<D: Kernels>(self, mut engine: Engine<D>, run_dir: RunDir, observer: &mut dyn Observer) -> Result<Session<D>> {
+    pub(super) fn session<D: Kernels>(
+        self,
+        mut engine: Engine<D>,
+        run_dir: RunDir,
+        stop: &StopFlag,
+        observer: &mut dyn Observer,
+    ) -> Result<Session<D>> {
         self.warn_of_passes(self.extent(), observer);
         let device = describe_device(self.launch, &self.plan, &engine.describe());
         let mut facts = self.facts(with_driver(&device, &engine.versions()));
@@ -311,8 +318,8 @@ impl PreparedRun<'_> {
             settings,
             source,
             plan,
-            dataset,
-            eval_dataset,
+            mut dataset,
+            mut eval_dataset,
             tokenizer,
             known,
             mut run,
@@ -324,6 +331,7 @@ impl PreparedRun<'_> {
         } = self;
         let ModelSource { shape, files, weights, carrier } = source;
         resume_numerics::record_versions(engine.versions(), &mut run, observer);
+        let former_dir = resumed.as_ref().map(|accepted| accepted.dir().parent().unwrap_or(Path::new("")).to_path_buf());
         let position = match resumed {
             Some(accepted) => accepted.restore(&mut engine)?,
             None => begin(&mut engine, settings.seed, weights.as_ref())?,
@@ -332,6 +340,13 @@ impl PreparedRun<'_> {
         previous_run::move_aside(run_dir.dir(), engine.train_step())?.iter().for_each(|line| observer.warn(line));
         remove_others(run_dir.dir(), &known);
         known.save(run_dir.path(), tokenizer.rules())?;
+        if plan.recipe.pair_loss.is_some_and(|loss| loss.kind.has_reference()) {
+            let mut data = ReferenceData { dataset: &mut dataset, eval_dataset: eval_dataset.as_mut() };
+            match &former_dir {
+                None => data.compute(&mut engine, (run_dir.path(), &mut run), stop, observer)?,
+                Some(former_dir) => data.restore((run_dir.path(), former_dir), &run)?,
+            }
+        }
         let evaluation = eval_dataset.map(|eval| Evaluation::new(&settings, eval, position, dataset.sequences()));
         let loader = Loader::new(dataset, plan.recipe.step.micro_batch, settings.seed, !settings.no_shuffle, position)?;
         let rates = launch.chosen.rates_from.as_ref().map(|rates| format!("rates   {rates}"));

@@ -7,8 +7,9 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::internals::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats};
+use superoffload::internals::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, CrossEntropyStats, PairLosses};
 use superoffload::internals::dtype::Dtype;
+use superoffload::internals::pair_loss::{AnswerSum, PairLoss, PairLossKind};
 
 const FP32: Dtype = Dtype::Float32;
 
@@ -41,11 +42,27 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
             for (kind, softcap) in [("", None), (" capped", Some(4.0))] {
                 suite.case(&name(&format!("cross_entropy_stats{kind}")), |bench, random| stats(bench, random, dtype, tile, softcap));
                 suite.case(&name(&format!("cross_entropy_grad{kind}")), |bench, random| grad(bench, random, dtype, tile, softcap));
+                let row_grad = name(&format!("cross_entropy_row_grad{kind}"));
+                suite.case(&row_grad, |bench, random| row_grads(bench, random, dtype, tile, softcap));
             }
         }
     }
     for rows in [1, 2, 31, 257, 4096] {
         suite.case(&format!("cross_entropy_loss {rows} rows"), move |bench, random| loss(bench, random, rows));
+    }
+    for kind in [
+        PairLossKind::Dpo,
+        PairLossKind::Hinge,
+        PairLossKind::Ipo,
+        PairLossKind::Robust,
+        PairLossKind::ApoZero,
+        PairLossKind::ApoDown,
+        PairLossKind::SigmoidNorm,
+        PairLossKind::Simpo,
+    ] {
+        for pairs in [1, 3, 40, 257] {
+            suite.case(&format!("pair_losses {kind:?} {pairs} pairs"), move |bench, random| pair_losses(bench, random, kind, pairs));
+        }
     }
 }
 
@@ -127,6 +144,71 @@ fn stats(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, softc
         worst = worst.max(outcome?);
     }
     Ok(worst)
+}
+
+/// Like [`grad`], with a scale for each row.
+fn row_grads(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, softcap: Option<f32>) -> Outcome {
+    let Tile { rows, cols, start, .. } = tile;
+    let (logits, targets) = (random.scaled(dtype, rows * cols, 6.0), targets(random, tile));
+    let stats: Vec<f32> =
+        (0..rows).flat_map(|row| [6.0 + row as f32 / 64.0, 1.0 + random.positive(1)[0] * cols as f32 / 6.0, 0.5]).collect();
+    let scales: Vec<f32> = (0..rows).map(|row| if row % 5 == 4 { 0.0 } else { random.scaled(FP32, 1, 2.0)[0] }).collect();
+    let mut case = Case::default();
+    let logits = case.updated("logits", dtype, &logits, Want::Same);
+    let (targets, stats, scales) = (case.ints("targets", &targets), case.input("stats", FP32, &stats), case.input("scales", FP32, &scales));
+    case.check(bench, &|dev, at| {
+        let (logits, targets, stats, scales) = (at[logits], at[targets], at[stats], at[scales]);
+        dev.launch(CrossEntropyRowGrad { logits, targets, stats, scales, vocab_start: start, cols, softcap })
+    })
+}
+
+/// Sums in f64, whose errors are far below a rounding to fp32. The first place and each 7th one have no pair.
+fn pair_losses(bench: &mut Bench, random: &mut Random, kind: PairLossKind, places: usize) -> Outcome {
+    let loss = PairLoss { kind, beta: 0.1, label_smoothing: 0.2, margin: 0.5 };
+    let (mut words, mut stats, mut targets, mut scales) = (vec![0; 8 * places], vec![0.0; 9], vec![-1; 3], vec![Near::exact(0.0); 3]);
+    let (step_pairs, scale, mut total) = (3.0, 4.0f32, [0.0; 6]);
+    for place in (0..places).filter(|place| places == 1 || place % 7 > 0) {
+        let mut answer = || {
+            let (first, reference) = (targets.len(), -30.0 * f64::from(random.positive(1)[0]));
+            let (mut sum, mut tokens) = (0.0, 0.0);
+            for row in 0..1 + random.below(70) {
+                let is_trained = row % 3 != 1;
+                targets.push(if is_trained { 5 } else { -1 });
+                let [max, exponentials, target] =
+                    [random.scaled(FP32, 1, 2.0)[0], 1.0 + random.positive(1)[0], random.scaled(FP32, 1, 2.0)[0]];
+                stats.extend(if is_trained { [max, exponentials, target] } else { [0.0, 1.0, 0.0] });
+                if is_trained {
+                    sum += f64::from(target) - f64::from(max) - f64::from(exponentials).ln();
+                    tokens += 1.0;
+                }
+            }
+            (first, AnswerSum { sum, tokens, reference })
+        };
+        let [(first, chosen), (middle, rejected)] = [answer(), answer()];
+        let (end, terms) = (targets.len(), loss.terms(chosen, rejected));
+        let halves =
+            [chosen, rejected].map(|answer| answer.reference.to_bits()).map(|bits| [bits as u32 as i32, (bits >> 32) as u32 as i32]);
+        words[8 * place..][..3].copy_from_slice(&[first, middle, end].map(|row| row as i32));
+        words[8 * place + 4..][..4].copy_from_slice(halves.as_flattened());
+        let near = |slope: f64| Near { want: -slope / step_pairs * f64::from(scale), error: 1e-12 };
+        scales.extend((first..end).map(|row| near(terms.slopes[usize::from(row >= middle)])));
+        let [c, r] = terms.rewards;
+        let numbers = [terms.loss, c, r, f64::from(u8::from(c > r)), chosen.sum, rejected.sum];
+        total.iter_mut().zip(numbers).for_each(|(total, number)| *total += number);
+    }
+    let mut case = Case::default();
+    let (pairs, targets) = (case.ints("pairs", &words), case.ints("targets", &targets));
+    let (stats, before) = (case.input("stats", FP32, &stats), vec![0.0; scales.len()]);
+    let scales = case.updated("scales", FP32, &before, Want::Near(scales));
+    let sums = case.output("sums", Dtype::Int32, 4 * places, Want::Any);
+    let totals = case.output("totals", Dtype::Int32, 12, Want::Any);
+    let means = total.map(|total| Near { want: total / step_pairs, error: 1e-10 });
+    let report = case.output("report", FP32, 6, Want::Near(means.to_vec()));
+    case.check(bench, &|dev, at| {
+        let (pairs, targets, stats, scales) = (at[pairs], at[targets], at[stats], at[scales]);
+        let (sums, totals, report) = (at[sums], at[totals], at[report]);
+        dev.launch(PairLosses { pairs, targets, stats, scales, sums, totals, report, loss, step_pairs, scale, accumulate: false })
+    })
 }
 
 /// Elementwise from given statistics: the CPU's bits. Ignored rows may have any logits.

@@ -19,6 +19,7 @@ const FLOORS: [&[&str]; 15] = [
         "hub",
         "memory",
         "model_dir",
+        "pair_loss",
         "progress_event",
         "scalar",
         "signals",

@@ -22,7 +22,7 @@ class Settings(TypedDict, total=False):
     """The token between documents, as text or id [default: from the model's files]."""
     add_bos: Literal["auto", "yes", "no"]
     """Begin each document with the begin-of-text token; auto follows the tokenizer [default: auto]."""
-    data_format: Literal["auto", "text", "messages", "prompt-completion", "alpaca", "input-ids"]
+    data_format: Literal["auto", "text", "messages", "prompt-completion", "alpaca", "input-ids", "preference"]
     """Meaning of the columns of records; auto goes by their names [default: auto]."""
     columns: str | int | float | Sequence[str | int | float]
     """Column names of the data, as OURS=THEIRS, separated by commas [default: none]."""
@@ -34,6 +34,8 @@ class Settings(TypedDict, total=False):
     """Packing of rows: one stream of text, whole documents, or one document each [default: auto]."""
     overlong: Literal["auto", "truncate", "split", "drop"]
     """Handling of documents longer than a row; auto splits text, truncates records [default: auto]."""
+    pair_length: int
+    """Largest number of tokens of an answer with its prompt, for --loss [default: half of --seq-length]."""
     chat_template_name: str | int | float
     """Name of the chat template, if the model has several [default: the template named default]."""
     chat_template_kwargs: str | int | float
@@ -52,6 +54,14 @@ class Settings(TypedDict, total=False):
     """Set of offloading techniques [default: superoffload]."""
     rollback: Literal["deferred", "inverse"]
     """Method to undo a failed speculation [default: deferred]."""
+    loss: Literal["dpo", "hinge", "ipo", "robust", "apo-zero", "apo-down", "sigmoid-norm", "simpo"]
+    """Loss of pairs of a chosen and a rejected answer [default: none: the loss of tokens]."""
+    beta: float
+    """Factor on the log-ratios of a loss of pairs [default: 0.1 with --loss]."""
+    label_smoothing: float
+    """Probability that a label is wrong, for --loss robust [default: 0 with --loss]."""
+    simpo_gamma: float
+    """Margin of --loss simpo [default: 0.5 with --loss]."""
     dtype: Literal["bfloat16", "float16", "float32"]
     """Format of weights and gradients on the device [default: bfloat16]."""
     matmul_dtype: Literal["bfloat16", "fp8"]

@@ -136,7 +136,7 @@ impl LlamaFactoryData {
             return Err(format!("{name}: messages have role and content, or from and value"));
         }
         if entry["ranking"] == true {
-            return Err(format!("{name}: preference training is not available"));
+            return Err(format!("{name}: data of pairs is not converted; name the file: --data FILE --loss dpo"));
         }
         for (foreign_name, column) in entry["columns"].as_object().into_iter().flatten() {
             if let (Some(own_name), Some(column)) = (column_of(foreign_name), column.as_str()) {

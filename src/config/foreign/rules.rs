@@ -35,7 +35,7 @@ const RULES: &[(Program, &str, Rule)] = &[
     (Program::Axolotl, "wandb-*", Ignored(FOLLOW)),
     (Program::Axolotl, "mlflow-*", Ignored(FOLLOW)),
     (Program::Axolotl, "unfrozen-parameters", Missing("every parameter is trained here; leave it out")),
-    (Program::Axolotl, "rl", Missing("preference training is not available")),
+    (Program::Axolotl, "rl", Missing("the data of pairs is not converted; name the files: --data FILE --loss dpo")),
     (Program::Axolotl, "fsdp*", Ignored(PARALLEL)),
     (Program::LlamaFactory, "template", Ignored(TEMPLATE)),
     (Program::LlamaFactory, "max-samples", Ignored("all records are read; use a shorter file or --max-steps N to train on fewer")),

@@ -37,7 +37,7 @@ use NamePlace::{Column, Key, Role};
 use NameVerdict::{Refused, Remarked};
 
 const MEDIA: &str = "only text is trained, and a placeholder in the text is trained as text";
-const PREFERENCE: &str = "preference training is not available here";
+const PREFERENCE: &str = "pairs of answers are read with --loss alone";
 const NOT_AN_ANSWER: &str = "messages of this role are not trained: answers have the role assistant";
 const WEIGHTS: &str = "records have no weight here; give their answers the key `weight`, or their ids the column `weights`";
 const BOUNDARIES: &str = "the ids of a record are one document here; give each document a record of its own";

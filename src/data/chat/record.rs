@@ -3,6 +3,7 @@
 use super::ids::{self, IdColumn};
 use super::mask::{Conversation, TrainOn};
 use super::message::{self, ReadMessage};
+use super::pair::{PairTexts, take_common};
 use super::parts::PartRoles;
 use super::sample::{ChatSample, ChatSamples};
 use super::template::ChatTemplate;
@@ -32,21 +33,24 @@ pub enum DataFormat {
     Alpaca,
     /// `input_ids`, `labels`, masks or `weights` beside.
     InputIds,
+    /// `chosen` and `rejected`, `prompt` beside or in both: pairs of answers, for --loss.
+    Preference,
 }
 
 impl DataFormat {
-    const COLUMNS: [(Self, &[&str]); 6] = [
+    const COLUMNS: [(Self, &[&str]); 7] = [
         (Self::Text, &["text"]),
         (Self::Messages, &["messages"]),
         (Self::Messages, &["conversations"]),
         (Self::PromptCompletion, &["prompt", "completion"]),
         (Self::Alpaca, &["instruction", "output"]),
         (Self::InputIds, &["input_ids"]),
+        (Self::Preference, &["chosen", "rejected"]),
     ];
 
     /// Whether its records hold answers to prompts, not running text.
     pub(in crate::data) fn has_answers(self) -> bool {
-        matches!(self, Self::Messages | Self::PromptCompletion | Self::Alpaca)
+        matches!(self, Self::Messages | Self::PromptCompletion | Self::Alpaca | Self::Preference)
     }
 
     fn name(self) -> String {
@@ -103,6 +107,8 @@ pub(in crate::data) enum Content {
     Completed(ChatSample),
     /// Ids with their weights.
     Ids(Vec<(u32, LossWeight)>),
+    /// Two answers to a prompt.
+    Pair(PairTexts),
 }
 
 /// A record that was read.
@@ -132,8 +138,11 @@ impl RecordRules {
         let mut fitting: Vec<DataFormat> =
             DataFormat::COLUMNS.iter().map(|(format, _)| *format).filter(|format| format.fits(&|name| record.has(name))).collect();
         fitting.dedup();
+        // Data of other formats may have these columns, too. Pairs are read for a loss of pairs alone.
+        let has_pairs = fitting.pop_if(|last| *last == DataFormat::Preference).is_some();
         match fitting[..] {
             [format] => Ok(format),
+            [] if has_pairs => Err("its columns are those of pairs of answers: train on pairs with --loss dpo".into()),
             [] => {
                 let found: Vec<_> = record.columns.keys().map(String::as_str).take(8).collect();
                 let known = DataFormat::COLUMNS.map(|(_, columns)| columns.join(" with ")).join(", ");
@@ -188,6 +197,10 @@ impl RecordRules {
                 let (prompt, completion) = (record.text("prompt")?, record.text("completion")?);
                 let begin = if self.train_on == TrainOn::All { 0 } else { prompt.len() };
                 Content::Completed(ChatSample::trained_from(begin, prompt + &completion))
+            }
+            DataFormat::Preference => {
+                self.allow(&[TrainOn::Completion], format)?;
+                record.pair(&mut remarks).map(Content::Pair)?
             }
             DataFormat::Messages | DataFormat::PromptCompletion | DataFormat::Alpaca => self.rendered(&record, format, &mut remarks)?,
         };
@@ -279,7 +292,13 @@ impl ReadRecord<'_> {
 
     /// Sentences about columns that are not read. Of text none decides anything.
     fn remarks(&self, format: DataFormat) -> Result<BTreeSet<String>, String> {
-        let is_read = |name: &str| [("history", DataFormat::Alpaca), (WEIGHTS, DataFormat::InputIds)].contains(&(name, format));
+        let read = [
+            ("history", DataFormat::Alpaca),
+            (WEIGHTS, DataFormat::InputIds),
+            ("chosen", DataFormat::Preference),
+            ("rejected", DataFormat::Preference),
+        ];
+        let is_read = |name: &str| read.contains(&(name, format));
         let remarks = if format == DataFormat::Text { vec![] } else { foreign_names::of_columns(&self.columns, is_read)? };
         Ok(remarks.into_iter().collect())
     }
@@ -297,10 +316,26 @@ impl ReadRecord<'_> {
             Ok::<_, String>(message)
         };
         let mut messages: Vec<Value> = list.iter().enumerate().map(&mut read).collect::<Result<_, _>>()?;
-        if name != "completion" && messages[0]["role"] != "system" {
+        let follows_prompt = name == "completion" || self.has("prompt") && ["chosen", "rejected"].contains(&name);
+        if !follows_prompt && messages[0]["role"] != "system" {
             messages.splice(0..0, self.system()?);
         }
         Ok(messages)
+    }
+
+    /// The prompt and both answers, as texts.
+    fn pair(&self, remarks: &mut BTreeSet<String>) -> Result<PairTexts, String> {
+        let columns = ["prompt", "chosen", "rejected"].map(|name| self.columns.get(name).filter(|value| !value.is_null()));
+        if columns.into_iter().flatten().all(Value::is_string) {
+            let prompt = if self.has("prompt") { Some(self.text("prompt")?) } else { None };
+            return PairTexts::of_text(prompt, self.text("chosen")?, self.text("rejected")?);
+        }
+        let mut prompt = if self.has("prompt") { Some(self.messages("prompt", remarks)?) } else { None };
+        let mut answers = [self.messages("chosen", remarks)?, self.messages("rejected", remarks)?];
+        let prompt = prompt.take().unwrap_or_else(|| take_common(&mut answers));
+        let template = self.rules.template.as_ref().map_err(Clone::clone)?;
+        let (tools, variables) = (self.tools()?, self.template_variables()?);
+        PairTexts::of_messages(&prompt, answers, template.for_tools(tools.as_ref()), (tools.as_ref(), &variables))
     }
 
     /// Whether the template goes over the parts of a message of `role`.

@@ -95,7 +95,7 @@ fn untold(turn: usize) -> String {
 }
 
 /// Bytes of the longest common prefix, whole characters.
-pub(super) fn common_prefix(a: &str, b: &str) -> usize {
+pub(in crate::data) fn common_prefix(a: &str, b: &str) -> usize {
     if b.starts_with(a) {
         return a.len();
     }

@@ -4,9 +4,11 @@ use super::boundary_tokens::{missing_begin, missing_end};
 use super::diagnostics::{RecordRemarks, RecordSamples};
 use super::marked_text::TextPiece;
 use super::token_spans::{MaskedTokens, has_end, masked};
+use crate::data::chat::pair::PairTexts;
 use crate::data::chat::record::Content;
 use crate::data::chat::sample::{ChatSample, ChatSamples};
-use crate::data::loss_weight::LossWeight;
+use crate::data::chat::span::common_prefix;
+use crate::data::loss_weight::{LossWeight, id_of};
 use crate::data::tokenizer::{LocalTokenizer, Token, floor_boundary};
 use crate::error::Result;
 
@@ -16,9 +18,34 @@ use crate::error::Result;
 /// The tokenizer's.
 pub(in crate::data) fn trained_samples(content: Content, tokenizer: &LocalTokenizer) -> Result<RecordSamples> {
     let is_trained = |sample: &Vec<u32>| sample.iter().skip(1).any(|token| LossWeight::of(*token).is_trained());
+    let is_pair = matches!(content, Content::Pair(_));
     let mut found = samples(content, tokenizer)?;
-    found.samples.retain(is_trained);
+    // A pair of which one answer is empty has nothing to compare.
+    let is_whole = found.samples.iter().all(is_trained);
+    found.samples.retain(|sample| if is_pair { is_whole } else { is_trained(sample) });
     Ok(found)
+}
+
+/// The tokens of the chosen answer and of the rejected answer, each with the prompt. Both answers begin where the tokens of one of them
+/// first differ from those of the prompt.
+fn pair(PairTexts { prompt, whole: texts, is_plain }: &PairTexts, tokenizer: &LocalTokenizer) -> Result<RecordSamples> {
+    let ids = |text: &str| Ok::<_, crate::error::Error>(tokenizer.encode(text)?.into_iter().map(|id| LossWeight::NONE.word(id)).collect());
+    let begun = |tokens: Vec<u32>| -> Vec<u32> {
+        let begin = if *is_plain { missing_begin(&tokens, tokenizer.begin_of_text()) } else { &[] };
+        begin.iter().map(|id| LossWeight::NONE.word(*id)).chain(tokens.iter().copied()).collect()
+    };
+    let prompt = begun(ids(prompt)?);
+    let mut answers = [begun(ids(&texts[0])?), begun(ids(&texts[1])?)];
+    let common = |answer: &Vec<u32>| answer.iter().zip(&prompt).take_while(|(a, b)| a == b).count();
+    let start = answers.iter().map(common).min().unwrap_or(0);
+    for answer in &mut answers {
+        let trained = answer[start..].iter_mut();
+        trained.for_each(|token| *token = id_of(*token));
+        let end = if *is_plain { missing_end(answer, tokenizer.end_of_text()) } else { None };
+        answer.extend(end);
+    }
+    let remarks = RecordRemarks { crossing: prompt.len() - start, ..RecordRemarks::default() };
+    Ok(RecordSamples { samples: answers.into(), remarks })
 }
 
 /// The tokens of a record's samples. The first token of a sample is nobody's target, whether it is trained or not.
@@ -33,6 +60,7 @@ fn samples(content: Content, tokenizer: &LocalTokenizer) -> Result<RecordSamples
         }
         Content::Text(text) => Ok(document(whole(&tokenizer.encode(&text)?, tokenizer))),
         Content::Ids(ids) => Ok(document(ids.into_iter().map(|(id, weight)| weight.word(id)).collect())),
+        Content::Pair(texts) => pair(&texts, tokenizer),
     }
 }
 
@@ -78,6 +106,10 @@ pub(in crate::data) fn shown(content: Content, tokenizer: &LocalTokenizer) -> Re
         Content::Rendered(chat) => chat.samples.iter().map(|sample| text_pieces(sample, tokenizer)).collect(),
         Content::Completed(sample) => Ok(vec![around(&sample)?]),
         Content::Text(text) => Ok(vec![around(&ChatSample::trained_from(0, text))?]),
+        Content::Pair(PairTexts { prompt, whole, is_plain }) => {
+            let sample = |text: String| ChatSample::trained_from(common_prefix(&prompt, &text), text);
+            whole.into_iter().map(sample).map(|sample| if is_plain { around(&sample) } else { text_pieces(&sample, tokenizer) }).collect()
+        }
         Content::Ids(ids) => Ok(vec![(ids.len(), ids.into_iter().map(|(id, weight)| named(id, weight)).collect())]),
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::data::loss_weight::{LossWeight, id_of, sum_of_units};
 use crate::error::Result;
+use crate::pair_loss::{PAIR_TOKENS_MIN, PAIR_WORDS, words_of};
 use std::iter::Sum;
 use std::ops::{Add, Range};
 
@@ -19,6 +20,29 @@ pub struct Batch<'a> {
     /// Where in its row each token's document begins `[T]`: a token sees nothing before that. `None` where the plan does not separate
     /// documents.
     pub documents: Option<&'a mut [i32]>,
+    /// Pairs of answers, int32 `[rows, seq_length / 4, 8]`: see [`PAIR_WORDS`]. Unused places are zero. `None` where the loss is that of
+    /// tokens.
+    pub pairs: Option<&'a mut [i32]>,
+}
+
+/// The places of pairs of a row.
+pub(crate) struct RowPairs<'a> {
+    /// Index of the row's first token in the batch.
+    first: usize,
+    free: &'a mut [i32],
+}
+
+impl RowPairs<'_> {
+    /// Adds a pair: the columns at which the chosen and the rejected answer begin, the column behind both, and the reference sums.
+    ///
+    /// # Panics
+    /// If the row has no place left, which holds for no row of pairs with at least [`PAIR_TOKENS_MIN`] tokens.
+    pub(crate) fn add(&mut self, columns: [usize; 3], reference: [f64; 2]) {
+        let (words, rest) = std::mem::take(&mut self.free).split_at_mut(PAIR_WORDS);
+        words[..3].iter_mut().zip(columns).for_each(|(word, column)| *word = (self.first + column) as i32);
+        words[4..].as_chunks_mut::<2>().0.iter_mut().zip(reference).for_each(|(words, sum)| *words = words_of(sum));
+        self.free = rest;
+    }
 }
 
 /// A row of a batch: its part of each array.
@@ -27,6 +51,7 @@ pub(crate) struct BatchRow<'a> {
     pub(crate) targets: &'a mut [i32],
     pub(crate) positions: &'a mut [i32],
     pub(crate) documents: Option<&'a mut [i32]>,
+    pub(crate) pairs: Option<RowPairs<'a>>,
 }
 
 /// The targets of some micro-batches that count.
@@ -34,7 +59,8 @@ pub(crate) struct BatchRow<'a> {
 pub(crate) struct CountedTargets {
     /// How many there are.
     pub(crate) targets: usize,
-    /// The sum of their weights, in units of 1/4096: a whole number, so that it is the same in any order.
+    /// The sum of their weights, in units of 1/4096: a whole number, so that it is the same in any order. Where the loss is one of pairs,
+    /// each pair has the weight 1, and targets have none.
     pub(crate) units: u64,
 }
 
@@ -64,6 +90,11 @@ pub(crate) const fn arrays(separates_documents: bool) -> usize {
     if separates_documents { 4 } else { 3 }
 }
 
+/// Words of the pairs of `rows` rows of `seq_length` tokens.
+pub(crate) const fn pair_words((rows, seq_length): (usize, usize)) -> usize {
+    rows * (seq_length / PAIR_TOKENS_MIN) * PAIR_WORDS
+}
+
 /// Size in words of one rank's slices of a batch of `rows` rows and `seq_length` columns, as [`parts`] cuts it: the rank's columns of each
 /// array, and the whole array of document starts, if the batch separates documents.
 pub(crate) const fn part_words((rows, seq_length): (usize, usize), ranks: usize, separates_documents: bool) -> usize {
@@ -84,7 +115,7 @@ pub(crate) fn targets(memory: &[i32], tokens: usize) -> &[i32] {
     &memory[tokens..2 * tokens]
 }
 
-/// Where documents begin, in a rank's part of a batch of `tokens` tokens that separates them.
+/// Where documents begin, in a rank's part of a batch of `tokens` tokens that separates them and has no pairs.
 pub(crate) fn documents(memory: &[i32], tokens: usize) -> &[i32] {
     &memory[memory.len() - tokens..]
 }
@@ -110,19 +141,33 @@ impl<'a> Batch<'a> {
             (0..).zip(row).for_each(|(column, position)| *position = column);
         }
         documents.fill(0);
-        Self { seq_length, tokens, targets, positions, documents: separates_documents.then_some(documents) }
+        Self { seq_length, tokens, targets, positions, documents: separates_documents.then_some(documents), pairs: None }
+    }
+
+    /// A batch of pairs in `memory`, int32 `[4, T]` and the places of pairs, which are cleared.
+    ///
+    /// # Panics
+    /// If `memory` does not hold arrays and places of whole rows.
+    pub fn of_pairs(memory: &'a mut [i32], seq_length: usize) -> Self {
+        let of_row = arrays(true) * seq_length + pair_words((1, seq_length));
+        let (arrays_of_rows, pairs) = memory.split_at_mut(memory.len() / of_row * arrays(true) * seq_length);
+        assert_eq!(pairs.len(), pair_words((arrays_of_rows.len() / arrays(true) / seq_length, seq_length)), "a batch of whole rows");
+        pairs.fill(0);
+        Self { pairs: Some(pairs), ..Self::new(arrays_of_rows, seq_length, true) }
     }
 
     /// Its rows, one after another.
     pub(crate) fn rows(&mut self) -> impl Iterator<Item = BatchRow<'_>> {
         let length = self.seq_length;
         let mut documents = self.documents.iter_mut().flat_map(move |documents| documents.chunks_exact_mut(length));
+        let mut pairs = self.pairs.iter_mut().flat_map(move |pairs| pairs.chunks_exact_mut(pair_words((1, length)))).zip(0..);
         let places = self.targets.chunks_exact_mut(length).zip(self.positions.chunks_exact_mut(length));
         self.tokens.chunks_exact_mut(length).zip(places).map(move |(tokens, (targets, positions))| BatchRow {
             tokens,
             targets,
             positions,
             documents: documents.next(),
+            pairs: pairs.next().map(|(free, row)| RowPairs { first: row * length, free }),
         })
     }
 
@@ -137,7 +182,24 @@ impl<'a> Batch<'a> {
         self.check("position", self.positions, 0..columns)?;
         self.documents.iter().try_for_each(|documents| self.check_documents(documents))?;
         let counted = self.targets.iter().filter(|target| **target >= 0);
-        Ok(counted.map(|word| CountedTargets { targets: 1, units: LossWeight::of(*word as u32).units().into() }).sum())
+        let counted = counted.map(|word| CountedTargets { targets: 1, units: LossWeight::of(*word as u32).units().into() }).sum();
+        match &self.pairs {
+            None => Ok(counted),
+            Some(pairs) => Ok(CountedTargets { units: u64::from(LossWeight::WHOLE.units()) * self.count_pairs(pairs)?, ..counted }),
+        }
+    }
+
+    /// The number of pairs, once their rows are within the batch.
+    fn count_pairs(&self, pairs: &[i32]) -> std::result::Result<u64, String> {
+        let used = || pairs.as_chunks::<PAIR_WORDS>().0.iter().filter(|words| **words != [0; PAIR_WORDS]);
+        let is_wrong = |words: &&[i32; PAIR_WORDS]| {
+            let [chosen, rejected, end, ..] = **words;
+            !(0 <= chosen && chosen < rejected && rejected < end && end as usize <= self.tokens.len())
+        };
+        match used().find(is_wrong) {
+            Some([chosen, rejected, end, ..]) => Err(format!("a pair of the rows {chosen} to {rejected} and {rejected} to {end}")),
+            None => Ok(used().count() as u64),
+        }
     }
 
     /// The ids of targets that count are below `ids`, whatever their weights are.
@@ -244,6 +306,30 @@ mod tests {
         assert_eq!((counted.targets, counted.units, counted.weight()), (4, 2 * 4096 + 2 * 1024, 2.5));
         batch.targets[3] = quarter(5);
         assert_eq!(batch.count_targets(5).unwrap_err(), "target 5 in row 1, column 0 must be below 5");
+    }
+
+    #[test]
+    fn pairs_are_counted_and_their_rows_are_those_of_the_batch() {
+        let mut memory = vec![7; 4 * 16 + pair_words((2, 8))];
+        let mut batch = Batch::of_pairs(&mut memory, 8);
+        batch.targets.fill(1);
+        let mut rows = batch.rows();
+        let (first, second) = (rows.next().unwrap(), rows.next().unwrap());
+        assert!(rows.next().is_none());
+        drop(rows);
+        let mut places = [first, second].map(|row| row.pairs.unwrap());
+        places[0].add([0, 2, 4], [-1.5, 2.5]);
+        places[1].add([0, 2, 5], [0.0; 2]);
+        places[1].add([5, 6, 8], [0.0; 2]);
+        let pairs: Vec<i32> = batch.pairs.as_deref().unwrap().to_vec();
+        assert_eq!(pairs.chunks(8).map(|pair| pair[..3].to_vec()).collect::<Vec<_>>(), [[0, 2, 4], [0, 0, 0], [8, 10, 13], [13, 14, 16]]);
+        assert_eq!([4, 6].map(|at| crate::pair_loss::float_of([pairs[at], pairs[at + 1]])), [-1.5, 2.5]);
+        batch.tokens.fill(0);
+        assert_eq!(batch.count_targets(8), Ok(CountedTargets { targets: 16, units: 3 * 4096 }));
+        for wrong in [[0, 0, 4], [-1, 2, 4], [2, 5, 4], [14, 15, 17]] {
+            batch.pairs.as_deref_mut().unwrap()[..3].copy_from_slice(&wrong);
+            assert!(batch.count_targets(8).unwrap_err().starts_with("a pair of the rows "), "{wrong:?}");
+        }
     }
 
     #[test]

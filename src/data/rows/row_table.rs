@@ -3,15 +3,17 @@
 //! A document of text is its tokens, and the end-of-text token is the target of its last one, which is so never read. A record is as it
 //! stands; nothing follows its last token. Documents without a trained target are left out: they would change nothing.
 
-use super::batch::BatchRow;
+use super::batch::{BatchRow, RowPairs};
 use super::best_fit::best_fit_decreasing;
 use super::bounds::{Bounds, DocumentBounds};
 use super::hold_out::Side;
 use super::token_stream::TokenStream;
+use crate::data::checksum::hex;
 use crate::data::context::Preparation;
 use crate::data::loss_weight::id_of;
 use crate::error::{Error, Result};
 use crate::units::counted;
+use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -60,6 +62,8 @@ pub struct RowRules {
     pub packing: Packing,
     /// Treatment of documents that are longer than a row.
     pub overlong: Overlong,
+    /// Largest number of tokens of an answer of a pair with its prompt, at most half a row; `None` if the data has no pairs.
+    pub pair_length: Option<usize>,
 }
 
 /// A document, or a part of one, in a row.
@@ -83,6 +87,10 @@ pub(in crate::data) struct RowTable {
     padding: i32,
     /// Summary of packing for people.
     became: String,
+    /// Consecutive parts that share a row: 2 of a pair of answers, else 1.
+    unit: usize,
+    /// The reference sums of each pair, in the order of `parts`; empty until they are known.
+    references: Vec<[f64; 2]>,
 }
 
 /// Numbers of documents by their treatment.
@@ -123,13 +131,19 @@ impl Packing {
 impl RowRules {
     /// One stream, cut into rows of `seq_length` tokens.
     pub fn wrapped(seq_length: usize) -> Self {
-        Self { seq_length, packing: Packing::Wrapped, overlong: Overlong::Auto }
+        Self { seq_length, packing: Packing::Wrapped, overlong: Overlong::Auto, pair_length: None }
+    }
+
+    /// The flag that limits the length of documents.
+    fn length_flag(self) -> &'static str {
+        if self.pair_length.is_some() { "--pair-length" } else { "--seq-length" }
     }
 
     /// Host memory that the table of rows takes at most, of `text` bytes of text.
     pub(in crate::data) fn table_bytes(self, text: u64) -> u64 {
         let parts = (text / DOCUMENT_BYTES_MIN + text / self.seq_length.max(1) as u64).min(PARTS_MAX);
-        if self.packing.is_cut() { 0 } else { parts * (size_of::<DocumentPart>() + size_of::<u32>()) as u64 }
+        let reference = self.pair_length.map_or(0, |_| size_of::<f64>());
+        if self.packing.is_cut() { 0 } else { parts * (size_of::<DocumentPart>() + size_of::<u32>() + reference) as u64 }
     }
 
     /// Rows of `text` bytes of text and `ids` token ids, at most.
@@ -150,9 +164,35 @@ struct Packer<'a> {
     tokens: Vec<i32>,
     parts: Vec<DocumentPart>,
     counts: PackingCounts,
+    /// The chosen answer of a pair whose rejected answer comes next.
+    chosen: Option<Range<u64>>,
 }
 
 impl Packer<'_> {
+    /// An answer of a pair of `limit` tokens at most; the chosen answer comes first. A pair with an answer that is cut before its first
+    /// trained token is left out.
+    fn add_answer(&mut self, DocumentBounds { tokens, continues, .. }: DocumentBounds, limit: u64) -> Result<()> {
+        let (chosen, rejected) = match (continues, self.chosen.take()) {
+            (false, None) => {
+                self.chosen = Some(tokens);
+                return Ok(());
+            }
+            (true, Some(chosen)) => (chosen, tokens),
+            _ => return Err(Error::format("the data", "a record does not have a chosen and a rejected answer")),
+        };
+        let answers = [chosen, rejected].map(|answer| (answer.start, answer.end - answer.start));
+        let before = self.parts.len();
+        for (start, length) in answers {
+            self.part(start, length.min(limit), NO_TARGET)?;
+        }
+        let is_in = self.parts.len() == before + 2;
+        self.parts.truncate(if is_in { before + 2 } else { before });
+        self.counts.truncated += u64::from(is_in && answers.iter().any(|(_, length)| *length > limit));
+        self.counts.documents += u64::from(is_in);
+        self.counts.untrained += u64::from(!is_in);
+        if self.parts.len() as u64 <= PARTS_MAX { Ok(()) } else { Err(too_many(self.rules.packing)) }
+    }
+
     fn add(&mut self, DocumentBounds { tokens, is_record, .. }: DocumentBounds) -> Result<()> {
         let (length, row, before) = (tokens.end - tokens.start, self.rules.seq_length as u64, self.parts.len());
         let next = if is_record { NO_TARGET } else { self.end_of_text };
@@ -242,39 +282,75 @@ impl RowTable {
             tokens: vec![0; seq_length],
             parts: Vec::new(),
             counts: PackingCounts::default(),
+            chosen: None,
         };
         let mut number = 0;
         bounds.for_each(preparation, |document| {
             let is_in = side.has(number);
             number += 1;
-            if is_in { packer.add(document) } else { Ok(()) }
+            match rules.pair_length {
+                _ if !is_in => Ok(()),
+                Some(limit) => packer.add_answer(document, limit as u64),
+                None => packer.add(document),
+            }
         })?;
         let Packer { parts, counts, .. } = packer;
-        let mut table = Self::of(parts, packing, seq_length as u32, end_of_text.map_or(0, |id| id as i32));
+        let unit = if rules.pair_length.is_some() { 2 } else { 1 };
+        let mut table = Self::of((parts, unit), packing, seq_length as u32, end_of_text.map_or(0, |id| id as i32));
         if table.ends.is_empty() {
             return Ok(None);
         }
         table.became = table.describe(rules, counts);
         match rules.overlong == Overlong::Auto && counts.loses_much() {
-            true => preparation.warn(format!("{}; a larger --seq-length keeps more of them", table.became)),
+            true => preparation.warn(format!("{}; a larger {} keeps more of them", table.became, rules.length_flag())),
             false => preparation.detail(table.became.clone()),
         }
         Ok(Some(table))
     }
 
-    fn of(parts: Vec<DocumentPart>, packing: Packing, seq_length: u32, padding: i32) -> Self {
+    /// The table of `parts`, of which `unit` consecutive ones share a row.
+    fn of((parts, unit): (Vec<DocumentPart>, usize), packing: Packing, seq_length: u32, padding: i32) -> Self {
+        let (became, references) = (String::new(), Vec::new());
         if packing != Packing::Bfd {
-            return Self { ends: (1..=parts.len() as u32).collect(), parts, padding, became: String::new() };
+            return Self { ends: (1..=parts.len() as u32).collect(), parts, padding, became, unit, references };
         }
-        let lengths: Vec<u32> = parts.iter().map(|part| part.tokens).collect();
+        let units = || parts.chunks_exact(unit);
+        let lengths: Vec<u32> = units().map(|parts| parts.iter().map(|part| part.tokens).sum()).collect();
         let rows = best_fit_decreasing(&lengths, seq_length);
-        let mut order: Vec<u32> = (0..parts.len() as u32).collect();
+        let mut order: Vec<u32> = (0..lengths.len() as u32).collect();
         order.sort_by_key(|idx| rows[*idx as usize]);
         let mut ends = vec![0; rows.iter().max().map_or(0, |last| *last as usize + 1)];
         for (end, idx) in (1..).zip(&order) {
-            ends[rows[*idx as usize] as usize] = end;
+            ends[rows[*idx as usize] as usize] = end * unit as u32;
         }
-        Self { parts: order.into_iter().map(|idx| parts[idx as usize]).collect(), ends, padding, became: String::new() }
+        let parts = order.into_iter().flat_map(|idx| &parts[idx as usize * unit..][..unit]).copied().collect();
+        Self { parts, ends, padding, became, unit, references }
+    }
+
+    /// Indices of the pairs in row `row`; none if the data has no pairs.
+    pub(in crate::data) fn pairs_of(&self, row: usize) -> Range<usize> {
+        let first = row.checked_sub(1).map_or(0, |before| self.ends[before]);
+        if self.unit == 2 { first as usize / 2..self.ends[row] as usize / 2 } else { 0..0 }
+    }
+
+    /// Sets the reference sums of each pair.
+    pub(in crate::data) fn set_references(&mut self, references: Vec<[f64; 2]>) {
+        self.references = references;
+    }
+
+    /// SHA-256 of the tokens of all pairs, in hexadecimal.
+    ///
+    /// # Errors
+    /// When the tokens cannot be read.
+    pub(in crate::data) fn digest(&self, stream: &TokenStream) -> Result<String> {
+        let (mut hash, mut tokens) = (Sha256::new(), Vec::new());
+        for part in &self.parts {
+            tokens.resize(part.tokens as usize, 0);
+            stream.read(part.start as usize, &mut tokens)?;
+            hash.update(part.tokens.to_le_bytes());
+            tokens.iter().for_each(|token| hash.update(token.to_le_bytes()));
+        }
+        Ok(hex(hash.finalize()))
     }
 
     pub(in crate::data) fn became(&self) -> &str {
@@ -302,7 +378,7 @@ impl RowTable {
     /// # Panics
     /// If there is no such row, or it is shorter than this table's.
     pub(in crate::data) fn read(&self, stream: &TokenStream, row: usize, out: BatchRow<'_>) -> Result<()> {
-        let BatchRow { tokens, targets, positions, mut documents } = out;
+        let BatchRow { tokens, targets, positions, mut documents, pairs } = out;
         let first = row.checked_sub(1).map_or(0, |before| self.ends[before]);
         let mut column = 0;
         let mut begin = |column: usize, end: usize| {
@@ -322,6 +398,9 @@ impl RowTable {
             column = end;
         }
         begin(column, tokens.len());
+        if let Some(pairs) = pairs {
+            self.add_pairs(row, pairs);
+        }
         for token in &mut tokens[..column] {
             *token = id_of(*token as u32) as i32;
         }
@@ -333,26 +412,43 @@ impl RowTable {
         Ok(())
     }
 
+    /// Adds the pairs of row `row` to their places.
+    fn add_pairs(&self, row: usize, mut places: RowPairs<'_>) {
+        let mut column = 0;
+        for pair in self.pairs_of(row) {
+            let [chosen, rejected] = [0, 1].map(|answer| self.parts[2 * pair + answer].tokens as usize);
+            let reference = self.references.get(pair).copied().unwrap_or_default();
+            places.add([column, column + chosen, column + chosen + rejected], reference);
+            column += chosen + rejected;
+        }
+    }
+
     /// `packing bfd: 120 documents in 31 rows, 3.1 % padding`, and the numbers of documents that were cut or left out.
-    fn describe(&self, RowRules { seq_length, packing, .. }: RowRules, counts: PackingCounts) -> String {
+    fn describe(&self, RowRules { seq_length, packing, pair_length, .. }: RowRules, counts: PackingCounts) -> String {
         let PackingCounts { documents, truncated, split, dropped, untrained } = counts;
         let tokens: u64 = self.parts.iter().map(|part| u64::from(part.tokens)).sum();
         let (rows, all) = (self.rows(), (self.rows() * seq_length) as f64);
         let padding = 100.0 * (1.0 - tokens as f64 / all);
+        let (whole, noun) = if pair_length.is_some() { ("--pair-length", "pair") } else { ("a row", "document") };
+        let untrained_noun = match pair_length {
+            Some(_) => "whose prompt fills --pair-length and left out",
+            None => "without a trained token in it and left out",
+        };
         let all = [
-            (split, "longer than a row and split"),
-            (truncated, "longer than a row and truncated"),
-            (dropped, "longer than a row and left out"),
-            (untrained, "without a trained token in it and left out"),
+            (split, format!("longer than {whole} and split")),
+            (truncated, format!("longer than {whole} and truncated")),
+            (dropped, format!("longer than {whole} and left out")),
+            (untrained, untrained_noun.into()),
         ];
-        let odd: String = all.into_iter().filter(|(count, _)| *count > 0).map(|(count, noun)| format!("; {count} {noun}")).collect();
-        format!("packing {packing}: {} in {}, {padding:.1} % padding{odd}", counted(documents, "document"), counted(rows, "row"))
+        let odd: String = all.into_iter().filter(|(count, _)| *count > 0).map(|(count, words)| format!("; {count} {words}")).collect();
+        format!("packing {packing}: {} in {}, {padding:.1} % padding{odd}", counted(documents, noun), counted(rows, "row"))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::chat::record::{DataFormat, RecordRules};
     use crate::data::dataset::Dataset;
     use crate::data::encode::tokenizer_handle::Tokenizer;
     use crate::data::loader::{DataPosition, Loader};
@@ -435,6 +531,53 @@ mod tests {
         let (dataset, messages) = open(&[path], rules(6, Packing::Off));
         assert_eq!(rows(dataset.unwrap()).iter().map(|row| row[0][0]).collect::<Vec<_>>(), [a, d, 101]);
         assert_eq!(messages, ["packing off: 3 documents in 3 rows, 55.6 % padding"]);
+    }
+
+    /// Rows of four pairs, of which one has no room for its answers: tokens, targets and pairs of each row, and the messages.
+    fn rows_of_pairs(pair_length: usize) -> (Dataset, Vec<String>) {
+        let dir = tempfile::tempdir().unwrap();
+        let pair = |prompt: &str, chosen: &str, rejected: &str| json!({"prompt": prompt, "chosen": chosen, "rejected": rejected});
+        let path = records(&dir, &[pair("ab", "c", "de"), pair("abcdef", "g", "h"), pair("f", "ghijk", "l"), pair("m", "n", "op")]);
+        let rules = RecordRules { format: DataFormat::Preference, ..RecordRules::default() };
+        let (tokenizer, mut messages) = (Tokenizer::bytes_with(Some("300"), AddBos::No, Arc::new(rules)).unwrap(), Vec::new());
+        let log = |event: ProgressEvent<'_>| {
+            if let ProgressEvent::Detail(line) | ProgressEvent::Warn(line) = event {
+                messages.push(line.to_string());
+            }
+        };
+        let mut preparation = Preparation::new(&StopFlag::default(), None, Some(dir.path().into()), log);
+        let rules = RowRules { packing: Packing::Bfd, pair_length: Some(pair_length), ..RowRules::wrapped(12) };
+        let dataset = Dataset::open(&[path], &tokenizer, VOCAB, rules, &mut preparation).unwrap();
+        drop(preparation);
+        (dataset, messages)
+    }
+
+    #[test]
+    fn both_answers_of_a_pair_share_a_row_and_only_answers_are_trained() {
+        let (mut dataset, messages) = rows_of_pairs(6);
+        let odd = "; 1 longer than --pair-length and truncated; 1 whose prompt fills --pair-length and left out";
+        assert_eq!(messages, [format!("packing bfd: 3 pairs in 3 rows, 30.6 % padding{odd}; a larger --pair-length keeps more of them")]);
+        assert_eq!((dataset.pairs(), dataset.pairs_of(1)), (3, 1..2));
+        dataset.set_references(vec![[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]);
+        let mut memory = vec![7; 4 * 36 + crate::data::rows::batch::pair_words((3, 12))];
+        let mut batch = Batch::of_pairs(&mut memory, 12);
+        Loader::new(dataset, 3, 0, false, DataPosition::default()).unwrap().fill(&mut batch).unwrap();
+        let bytes = |text: &str| text.bytes().map(i32::from).collect::<Vec<_>>();
+        assert_eq!(batch.tokens[..9], [bytes("abc"), vec![END], bytes("abde"), vec![END]].concat());
+        assert_eq!(batch.targets[..9], [-1, 99, END, -1, -1, 100, 101, END, -1]);
+        assert_eq!(batch.tokens[12..21], [bytes("fghijkfl"), vec![END]].concat());
+        let pairs = batch.pairs.as_deref().unwrap().chunks(8).filter(|pair| pair[2] > 0).map(|pair| pair[..3].to_vec());
+        assert_eq!(pairs.collect::<Vec<_>>(), [[0, 4, 9], [12, 18, 21], [24, 27, 31]]);
+        assert_eq!(batch.count_targets(VOCAB).unwrap().units, 3 * 4096);
+    }
+
+    #[test]
+    fn rows_hold_as_many_pairs_as_fit_and_their_tokens_have_a_digest() {
+        let [short, long] = [4, 6].map(|length| rows_of_pairs(length).0);
+        assert_eq!((short.sequences(), short.pairs()), (3, 3));
+        let digests = [&short, &long].map(|dataset| dataset.pairs_digest().unwrap());
+        assert_ne!(digests[0], digests[1]);
+        assert_eq!(rows_of_pairs(6).0.pairs_digest().unwrap(), digests[1]);
     }
 
     #[test]

@@ -51,6 +51,12 @@ impl From<f32> for Arg {
     }
 }
 
+impl From<f64> for Arg {
+    fn from(x: f64) -> Self {
+        Self(x.to_bits())
+    }
+}
+
 /// Arguments in the order of the kernel's parameters.
 macro_rules! args {
     ($($x:expr),* $(,)?) => { [$($crate::device::cuda::launch::Arg::from($x)),*] };

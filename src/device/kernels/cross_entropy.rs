@@ -2,6 +2,7 @@
 
 use crate::device::kernel::{Kernel, Operand, operands};
 use crate::device::slice::DeviceSlice;
+use crate::pair_loss::{PAIR_WORDS, PairLoss, REPORT_WORDS, SUM_WORDS};
 
 /// Softmax statistics of one tile of logits. A row with a negative target has no loss: its statistics are 0, 1 and 0, whatever the logits
 /// are. The word of any other target holds its token and its weight: [`crate::data::loss_weight`].
@@ -80,5 +81,80 @@ impl Kernel for CrossEntropyLoss {
 
     fn operands(&self) -> impl AsRef<[Operand]> {
         operands![self; Read targets[self.targets.elems()] Int32, Read stats[3 * self.targets.elems()] Float32; Write loss[1] Float32]
+    }
+}
+
+/// Like [`CrossEntropyGrad`], with a scale for each row: `(softmax - onehot(target)) * scale of the row`.
+#[derive(Clone, Copy, Debug)]
+pub struct CrossEntropyRowGrad {
+    /// `[rows, cols]`
+    pub logits: DeviceSlice,
+    /// int32 `[rows]`
+    pub targets: DeviceSlice,
+    /// See [`CrossEntropyGrad::stats`].
+    pub stats: DeviceSlice,
+    /// Factors on the gradients, fp32 `[rows]`. Rows with a negative target may have any factor.
+    pub scales: DeviceSlice,
+    /// Token of the first column.
+    pub vocab_start: usize,
+    /// Columns of the tile.
+    pub cols: usize,
+    /// See [`CrossEntropyGrad::softcap`].
+    pub softcap: Option<f32>,
+}
+
+impl Kernel for CrossEntropyRowGrad {
+    const NAME: &'static str = "cross_entropy_row_grad";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let t = self.targets.elems();
+        operands![self; Update logits[t * self.cols]; Read targets[t] Int32, Read stats[3 * t] Float32, Read scales[t] Float32]
+    }
+}
+
+/// Losses of pairs of answers, from the statistics of their rows: sums of log-probabilities in fp64, the mean loss of the pairs of a step, and
+/// for each row of an answer the scale of its gradient, `-d mean loss / d log-probability`.
+#[derive(Clone, Copy, Debug)]
+pub struct PairLosses {
+    /// Pairs, int32 `[pairs, 8]`: see [`PAIR_WORDS`]. A place without a pair has the rows 0 to 0.
+    pub pairs: DeviceSlice,
+    /// int32 `[rows]`. Rows with a negative target belong to no answer.
+    pub targets: DeviceSlice,
+    /// fp32 `[rows, 3]`
+    pub stats: DeviceSlice,
+    /// Scales of rows, fp32 `[rows]`; rows outside of pairs keep their contents.
+    pub scales: DeviceSlice,
+    /// Sums of log-probabilities, int32 `[pairs, 4]`: see [`SUM_WORDS`].
+    pub sums: DeviceSlice,
+    /// Sums of the numbers of [`REPORT_WORDS`] over the pairs, in fp64, int32 `[6, 2]`.
+    pub totals: DeviceSlice,
+    /// The numbers of [`REPORT_WORDS`] so far, as means over the pairs of the step, fp32 `[6]`.
+    pub report: DeviceSlice,
+    /// The loss.
+    pub loss: PairLoss,
+    /// Pairs of the whole step.
+    pub step_pairs: f64,
+    /// Factor on the scales, not on the loss.
+    pub scale: f32,
+    /// Adds to `totals`.
+    pub accumulate: bool,
+}
+
+impl PairLosses {
+    /// Places of pairs.
+    pub(crate) fn places(&self) -> usize {
+        self.sums.elems() / SUM_WORDS
+    }
+}
+
+impl Kernel for PairLosses {
+    const NAME: &'static str = "pair_losses";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let (pairs, t) = (self.places(), self.targets.elems());
+        operands![self;
+            Read pairs[PAIR_WORDS * pairs] Int32, Read targets[t] Int32, Read stats[3 * t] Float32, Write scales[t] Float32,
+            Write sums[SUM_WORDS * pairs] Int32, Update totals[2 * REPORT_WORDS] Int32, Write report[REPORT_WORDS] Float32
+        ]
     }
 }

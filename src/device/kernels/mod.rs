@@ -51,7 +51,7 @@ macro_rules! launches {
             use $crate::device::*;
             $crate::device::kernels::launches! {
                 @each $device, $accept: $($own),+,
-                CrossEntropyStats, CrossEntropyGrad, CrossEntropyLoss,
+                CrossEntropyStats, CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, PairLosses,
                 Embed, EmbedBackward,
                 ClampedSwiglu, ExpertBias, ExpertBackward, ExpertBiasDot,
                 GroupedMatmul, SegmentSums,
@@ -102,7 +102,7 @@ sum! {
     /// Every kernel of a training step.
     Kernels =
         attention::{AttentionForward, AttentionBackward},
-        cross_entropy::{CrossEntropyStats, CrossEntropyGrad, CrossEntropyLoss},
+        cross_entropy::{CrossEntropyStats, CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, PairLosses},
         embed::{Embed, EmbedBackward, ScatterRows},
         experts::{ClampedSwiglu, ExpertBias, ExpertBackward, ExpertBiasDot},
         grouped::{GroupedMatmul, SegmentSums},

@@ -8,7 +8,7 @@ use super::reduce::{fold, max};
 use super::split::Chunks;
 use crate::data::loss_weight::{LossWeight, id_of};
 use crate::device::cpu::task_memory::TaskMemory;
-use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats};
+use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, CrossEntropyStats};
 use crate::dtype::Element;
 
 /// Rows of one block, few because a row of logits is long.
@@ -80,12 +80,20 @@ pub(crate) fn stats<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &[T], 
 impl CpuArithmetic for CrossEntropyGrad {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let tile = Tile { targets: memory.read(self.targets), vocab_start: self.vocab_start, cols: self.cols, softcap: self.softcap };
-        grad::<T>(cx, tile, memory.write(self.logits), memory.read(self.stats), self.scale);
+        grad::<T>(cx, tile, memory.write(self.logits), memory.read(self.stats), |row| tile.weight(row) * self.scale);
     }
 }
 
-/// See [`CrossEntropyGrad`].
-pub(crate) fn grad<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &mut [T], stats: &[f32], scale: f32) {
+impl CpuArithmetic for CrossEntropyRowGrad {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let tile = Tile { targets: memory.read(self.targets), vocab_start: self.vocab_start, cols: self.cols, softcap: self.softcap };
+        let scales: &[f32] = memory.read(self.scales);
+        grad::<T>(cx, tile, memory.write(self.logits), memory.read(self.stats), |row| scales[row]);
+    }
+}
+
+/// See [`CrossEntropyGrad`]. `scale` returns the factor on the gradient of a row.
+pub(crate) fn grad<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &mut [T], stats: &[f32], scale: impl Fn(usize) -> f32 + Sync) {
     let isa = cx.isa;
     let stats = stats.as_chunks::<3>().0;
     cx.team.for_each(Chunks::new(logits, BLOCK * tile.cols), |block, logits| {
@@ -95,7 +103,7 @@ pub(crate) fn grad<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &mut [T
                 logits.fill(T::from_f32(0.0));
                 continue;
             }
-            let ([max, sum, _], scale) = (stats[row], tile.weight(row) * scale);
+            let ([max, sum, _], scale) = (stats[row], scale(row));
             let target = tile.target(row).map(|col| {
                 let (logit, slope) = capped(logits[col].to_f32(), tile.softcap);
                 (col, (exp(logit - max) / sum - 1.0) * slope)
@@ -188,7 +196,7 @@ mod tests {
         }
         let mut gradient = logits.to_vec();
         for (tile, mut logits) in tiles {
-            grad(cx, tile, &mut logits, &row_stats, SCALE);
+            grad(cx, tile, &mut logits, &row_stats, |row| tile.weight(row) * SCALE);
             for (row, part) in logits.chunks_exact(tile.cols).enumerate() {
                 gradient[row * VOCAB + tile.vocab_start..][..tile.cols].copy_from_slice(part);
             }
@@ -303,6 +311,21 @@ mod tests {
         let [whole, quarter] = [targets, quarter].map(|targets| run_capped(&mut fastest(), &logits, &targets, 20, Some(5.0)));
         assert_eq!((bits(&whole.0), whole.1 * 0.25), (bits(&quarter.0), quarter.1));
         assert!(whole.2.iter().zip(&quarter.2).all(|(whole, quarter)| whole.to_f32() * 0.25 == quarter.to_f32()));
+    }
+
+    #[test]
+    fn a_scale_of_each_row_replaces_its_weight() {
+        let (logits, targets) = inputs::<f32>();
+        let (whole, quarter) = (Tile { targets: &targets, vocab_start: 0, cols: VOCAB, softcap: None }, weighted(&targets));
+        let mut row_stats = vec![0.0; 3 * ROWS];
+        stats(&mut fastest(), whole, &logits, &mut row_stats, true);
+        let gradient = |tile: Tile<'_>, scale: &(dyn Fn(usize) -> f32 + Sync)| {
+            let mut gradient = logits.clone();
+            grad(&mut fastest(), tile, &mut gradient, &row_stats, scale);
+            bits(&gradient)
+        };
+        let tile = Tile { targets: &quarter, ..whole };
+        assert_eq!(gradient(whole, &|row| (row + 1) as f32 / 4096.0), gradient(tile, &|row| tile.weight(row)));
     }
 
     #[test]

@@ -16,6 +16,7 @@ pub(crate) mod math;
 pub(crate) mod matmul;
 pub(crate) mod norm;
 pub(crate) mod optimizer;
+mod pair_losses;
 pub(crate) mod panels;
 pub(crate) mod pointwise;
 pub(crate) mod qk_norm;

@@ -2,13 +2,21 @@
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
-use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, Kernel, Stream};
+use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, CrossEntropyStats, DeviceSlice, Kernel, PairLosses, Stream};
 use crate::error::Result;
+use crate::pair_loss::PairLoss;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
     file: ptx_file!("generated/cross_entropy.ptx"),
-    typed: &["cross_entropy_stats", "cross_entropy_grad", "cross_entropy_stats_capped", "cross_entropy_grad_capped"],
-    plain: &["cross_entropy_loss"],
+    typed: &[
+        "cross_entropy_stats",
+        "cross_entropy_grad",
+        "cross_entropy_row_grad",
+        "cross_entropy_stats_capped",
+        "cross_entropy_grad_capped",
+        "cross_entropy_row_grad_capped",
+    ],
+    plain: &["cross_entropy_loss", "pair_losses"],
 };
 
 /// Threads of a block, as in `cross_entropy.cu`.
@@ -38,8 +46,7 @@ impl GpuKernel for CrossEntropyStats {
 impl GpuKernel for CrossEntropyGrad {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { logits, targets, stats, vocab_start, cols, softcap, scale } = self;
-        let grid = [size(targets.elems())?, size(cols.div_ceil(GRAD_COLS))?, 1];
-        let blocks = LaunchConfig { grid, block: [THREADS, 1, 1], shared_bytes: 0 };
+        let blocks = gradient_blocks(targets, cols)?;
         let (vocab_start, cols, dtype) = (size(vocab_start)?, size(cols)?, Some(self.float_format()?));
         match softcap {
             None => {
@@ -51,6 +58,56 @@ impl GpuKernel for CrossEntropyGrad {
                 queue.launch(Stream::Compute, "cross_entropy_grad_capped", dtype, blocks, args)
             }
         }
+    }
+}
+
+impl GpuKernel for CrossEntropyRowGrad {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { logits, targets, stats, scales, vocab_start, cols, softcap } = self;
+        let blocks = gradient_blocks(targets, cols)?;
+        let (vocab_start, cols, dtype) = (size(vocab_start)?, size(cols)?, Some(self.float_format()?));
+        match softcap {
+            None => {
+                let args = args![logits, targets, stats, vocab_start, cols, scales];
+                queue.launch(Stream::Compute, Self::NAME, dtype, blocks, args)
+            }
+            Some(cap) => {
+                let args = args![logits, targets, stats, vocab_start, cols, scales, cap];
+                queue.launch(Stream::Compute, "cross_entropy_row_grad_capped", dtype, blocks, args)
+            }
+        }
+    }
+}
+
+/// Blocks of a gradient with these targets and columns.
+fn gradient_blocks(targets: DeviceSlice, cols: usize) -> Result<LaunchConfig> {
+    let grid = [size(targets.elems())?, size(cols.div_ceil(GRAD_COLS))?, 1];
+    Ok(LaunchConfig { grid, block: [THREADS, 1, 1], shared_bytes: 0 })
+}
+
+impl GpuKernel for PairLosses {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let places = size(self.places())?;
+        let Self { pairs, targets, stats, scales, sums, totals, report, loss, step_pairs, scale, accumulate } = self;
+        let PairLoss { kind, beta, label_smoothing, margin } = loss;
+        let args = args![
+            pairs,
+            targets,
+            stats,
+            scales,
+            sums,
+            totals,
+            report,
+            places,
+            kind.number(),
+            beta,
+            label_smoothing,
+            margin,
+            step_pairs,
+            scale,
+            accumulate
+        ];
+        queue.launch(Stream::Compute, Self::NAME, None, LaunchConfig::new(1, THREADS), args)
     }
 }
 

@@ -13,6 +13,7 @@ use crate::error::Result;
 use crate::optim::adam::{AdamConsts, AdamHyper};
 use crate::optim::int8::{GROUP, MomentGroup};
 use crate::optim::norm::BLOCK;
+use crate::pair_loss::{PairLoss, PairLossKind};
 
 const LISTED: &str = include_str!("launches.txt");
 
@@ -140,6 +141,19 @@ fn rows(list: &mut List, r: &mut TestMemory, rows: usize, cols: usize) -> Result
     CrossEntropyGrad { logits, targets, stats, vocab_start: 18, cols, softcap: None, scale: 0.25 }.enqueue(list)?;
     let (targets, stats) = (r.i(rows), r.f(3 * rows));
     CrossEntropyLoss { targets, stats, loss: r.f(1), scale: 0.5, accumulate: true }.enqueue(list)
+}
+
+/// Losses of three pairs, and a gradient with a scale for each row.
+fn pairs(list: &mut List, r: &mut TestMemory, rows: usize, cols: usize) -> Result<()> {
+    let loss = PairLoss { kind: PairLossKind::Robust, beta: 0.5, label_smoothing: 0.25, margin: 2.0 };
+    let (targets, stats, scales) = (r.i(rows), r.f(3 * rows), r.f(rows));
+    let (pairs, sums, totals, report) = (r.i(24), r.i(12), r.i(12), r.f(6));
+    let (step_pairs, scale) = (4.0, 0.5);
+    PairLosses { pairs, targets, stats, scales, sums, totals, report, loss, step_pairs, scale, accumulate: true }.enqueue(list)?;
+    [None, Some(30.0)].into_iter().try_for_each(|softcap| {
+        let logits = r.x(rows * cols);
+        CrossEntropyRowGrad { logits, targets, stats, scales, vocab_start: 18, cols, softcap }.enqueue(list)
+    })
 }
 
 fn scatter(list: &mut List, r: &mut TestMemory, rows: usize, channels: usize) -> Result<()> {
@@ -376,6 +390,9 @@ fn listing() -> Result<String> {
     }
     for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
         key_gradients(&mut list, &mut TestMemory { dtype, skew, given: 0 })?;
+    }
+    for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
+        pairs(&mut list, &mut TestMemory { dtype, skew, given: 0 }, 600, 2560)?;
     }
     list.by_cublaslt = true;
     experts(&mut list, &mut TestMemory { dtype: Dtype::Bfloat16, skew: 0, given: 0 }, 600, 2560)?;

@@ -1,6 +1,7 @@
 //! The port of an exchange for reports.
 
 use crate::device::Kernels;
+use crate::pair_loss::REPORT_WORDS;
 use crate::ranks::progress::StepOutcome;
 use crate::trace::Recorder;
 
@@ -11,18 +12,24 @@ pub(crate) trait ReportPort<D: Kernels> {
     /// Adds the next partial sums of the norm, in the local order.
     fn add_norm_partials(&mut self, norm_partials: &[f32]);
 
-    /// Completes this rank's report of `step`: whether one of its gradients is infinite or NaN, and the losses of its partial sums.
+    /// Completes this rank's report of `step`: whether one of its gradients is infinite or NaN, and the numbers that its partial sums report,
+    /// the loss first.
     fn report(&mut self, step: u64, nonfinite: bool, losses: &[f32]);
 
     /// The merged outcome of `step` over all ranks, once it is known. Poll it until then.
     fn outcome(&mut self, step: u64) -> Option<StepOutcome>;
 
-    /// Publishes the losses of this rank's partial sums outside of a step.
+    /// Publishes the numbers of this rank's partial sums outside of a step.
     fn publish_losses(&mut self, losses: &[f32]);
 
     /// Sum of the losses that were published last, in the order of partial sums. With several ranks, it is valid after all have completed their
     /// orders.
-    fn losses(&self) -> f64;
+    fn losses(&self) -> f64 {
+        self.reported()[0]
+    }
+
+    /// Like [`Self::losses`], for each number that partial sums report; 0 for numbers that they do not report.
+    fn reported(&self) -> [f64; REPORT_WORDS];
 
     /// Publishes this rank's amounts of a step for rank 0.
     fn publish_amounts(&self, _amounts: &mut dyn Iterator<Item = u64>) {}

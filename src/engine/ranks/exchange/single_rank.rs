@@ -7,6 +7,7 @@ use crate::device::{DeviceSlice, Kernels, Sides, Stream};
 use crate::engine::ranks::sums::PartialSums;
 use crate::error::Result;
 use crate::optim::norm;
+use crate::pair_loss::{REPORT_WORDS, report_sums};
 use crate::planner::plan::Plan;
 use crate::ranks::progress::StepOutcome;
 use crate::units::NormSq;
@@ -23,8 +24,8 @@ pub(crate) struct SingleRank {
     partial_sum: usize,
     norm_sq: NormSq,
     reported: Option<(bool, f32)>,
-    /// Sum of the partial sums' losses that were published last.
-    losses: f64,
+    /// Sums of the numbers of the partial sums that were published last.
+    sums_reported: [f64; REPORT_WORDS],
 }
 
 impl SingleRank {
@@ -39,7 +40,7 @@ impl SingleRank {
             partial_sum: 0,
             norm_sq: NormSq(0.0),
             reported: None,
-            losses: 0.0,
+            sums_reported: [0.0; REPORT_WORDS],
         })
     }
 }
@@ -84,7 +85,7 @@ impl<D: Kernels> ReportPort<D> for SingleRank {
 
     fn report(&mut self, _step: u64, nonfinite: bool, losses: &[f32]) {
         <Self as ReportPort<D>>::publish_losses(self, losses);
-        self.reported = Some((nonfinite, self.losses as f32));
+        self.reported = Some((nonfinite, self.sums_reported[0] as f32));
     }
 
     fn outcome(&mut self, _step: u64) -> Option<StepOutcome> {
@@ -94,11 +95,11 @@ impl<D: Kernels> ReportPort<D> for SingleRank {
     }
 
     fn publish_losses(&mut self, losses: &[f32]) {
-        self.losses = losses.iter().map(|&loss| f64::from(loss)).sum();
+        self.sums_reported = report_sums(losses.iter().copied(), losses.len() / self.partial_sums);
     }
 
-    fn losses(&self) -> f64 {
-        self.losses
+    fn reported(&self) -> [f64; REPORT_WORDS] {
+        self.sums_reported
     }
 }
 

@@ -1,7 +1,6 @@
 //! Orders of rank 0, and the data that it deals, over the progress counters.
 
 use super::PeerExchange;
-use crate::data::rows::batch;
 use crate::device::{Kernels, Peers};
 use crate::engine::protocol::order::Order;
 use crate::engine::ranks::exchange::{OrderPort, OrderWords};
@@ -16,6 +15,8 @@ pub(super) struct PeerBatches {
     per_partial_sum: usize,
     sequence_ranks: usize,
     batch_words: usize,
+    /// Numbers that a partial sum reports.
+    pub(super) report_words: usize,
     /// On rank 0, memory of a micro-batch of other ranks.
     word_buffer: Vec<i32>,
 }
@@ -23,12 +24,12 @@ pub(super) struct PeerBatches {
 impl PeerBatches {
     /// The parts of `plan`, as `rank` handles them.
     pub(super) fn new(plan: &Plan, rank: usize) -> Self {
-        let whole_words = batch::arrays(plan.recipe.separates_documents()) * plan.recipe.step.micro_batch * plan.recipe.step.seq_length;
         Self {
             per_partial_sum: plan.micro_batches_per_partial_sum(),
             sequence_ranks: plan.recipe.step.sequence_ranks,
             batch_words: plan.batch_words(),
-            word_buffer: if rank == 0 { vec![0; whole_words] } else { Vec::new() },
+            report_words: plan.recipe.report_words(),
+            word_buffer: if rank == 0 { vec![0; plan.recipe.batch_words(1)] } else { Vec::new() },
         }
     }
 }
@@ -79,6 +80,10 @@ impl<D: Kernels + Peers> OrderPort<D> for PeerExchange<D::PeerHandle> {
     fn place(&self, part: usize) -> Option<usize> {
         let (rank, place) = self.part_of_rank(part);
         (rank == self.context.rank).then_some(place)
+    }
+
+    fn part(&self, place: usize) -> usize {
+        self.part_at(place)
     }
 
     fn word_buffer(&mut self) -> Vec<i32> {

@@ -5,6 +5,7 @@ use crate::bucket::slices::Slices;
 use crate::device::{Kernels, Peers};
 use crate::engine::ranks::exchange::ReportPort;
 use crate::optim::norm::{self, BLOCK};
+use crate::pair_loss::{REPORT_WORDS, report_sums};
 use crate::ranks::progress::StepOutcome;
 use crate::trace::Recorder;
 use crate::units::NormSq;
@@ -52,7 +53,8 @@ impl<D: Kernels + Peers> ReportPort<D> for PeerExchange<D::PeerHandle> {
         if self.context.rank == 0 && self.context.progress.outcome(step).is_none() {
             self.fold();
             let is_whole = self.reports.folded.0 == self.slices.layout().count();
-            if let Some((nonfinite, loss)) = self.context.progress.reports(step).filter(|_| is_whole) {
+            if let Some(nonfinite) = self.context.progress.reports(step).filter(|_| is_whole) {
+                let loss = <Self as ReportPort<D>>::losses(self) as f32;
                 self.context.progress.publish_outcome(step, StepOutcome { norm_sq: self.reports.norm_sq.0, nonfinite, loss });
             }
         }
@@ -64,11 +66,15 @@ impl<D: Kernels + Peers> ReportPort<D> for PeerExchange<D::PeerHandle> {
 
     fn publish_losses(&mut self, losses: &[f32]) {
         let (rank, ranks) = (self.context.rank, self.context.progress.ranks());
-        losses.iter().enumerate().for_each(|(round, &loss)| self.context.progress.write_loss(round * ranks + rank, loss));
+        let words = self.batches.report_words;
+        for (round, numbers) in losses.chunks_exact(words).enumerate() {
+            let first = (round * ranks + rank) * words;
+            (first..).zip(numbers).for_each(|(at, number)| self.context.progress.write_loss(at, *number));
+        }
     }
 
-    fn losses(&self) -> f64 {
-        self.context.progress.losses()
+    fn reported(&self) -> [f64; REPORT_WORDS] {
+        report_sums(self.context.progress.losses(), self.batches.report_words)
     }
 
     fn publish_amounts(&self, amounts: &mut dyn Iterator<Item = u64>) {
