@@ -1,7 +1,7 @@
 //! Memory that a device takes for itself, in addition to allocations. The planner adds these sizes without a device, and the devices use
 //! the same sizes.
 
-use super::{Attention, AttentionShape};
+use super::{Attention, AttentionShape, DeltaShape};
 use crate::dtype::Dtype;
 use crate::host::pinned;
 use crate::memory::{MemorySpace, RingShape};
@@ -43,8 +43,15 @@ impl DeviceKind {
         if self == Self::Gpu { pinned / gpu::PINNED_PER_LISTED } else { 0 }
     }
 
-    /// The device's own memory for layers with attention `shapes`; with `separates_documents`, rows may hold several documents.
-    pub fn own_memory(self, attention: Attention, shapes: &[AttentionShape], separates_documents: bool) -> Vec<MemoryClass> {
+    /// The device's own memory for layers with attention `shapes`, and for delta rules of shape `delta`; with `separates_documents`, rows may
+    /// hold several documents.
+    pub fn own_memory(
+        self,
+        attention: Attention,
+        shapes: &[AttentionShape],
+        delta: Option<&DeltaShape>,
+        separates_documents: bool,
+    ) -> Vec<MemoryClass> {
         if self == Self::Cpu {
             return Vec::new();
         }
@@ -55,7 +62,7 @@ impl DeviceKind {
             class("matrix workspace", MemorySpace::Device, gpu::MATMUL_WORKSPACE_BYTES),
             class("attention workspace", MemorySpace::Device, workspace),
             class("packed documents", MemorySpace::Device, packed),
-            class("kernel scratch", MemorySpace::Device, gpu::SCRATCH_BYTES),
+            class("kernel scratch", MemorySpace::Device, gpu::scratch_bytes(delta)),
             class("context, libraries", MemorySpace::Device, gpu::CONTEXT_BYTES),
             class("process, driver", MemorySpace::Host, gpu::PROCESS_BYTES),
         ]
@@ -72,7 +79,7 @@ impl Attention {
 
 /// Sizes of an NVIDIA GPU.
 pub(crate) mod gpu {
-    use super::{Attention, AttentionShape};
+    use super::{Attention, AttentionShape, DeltaShape};
     use crate::device::documents::{batch_block, batch_shapes, most_tokens};
     use crate::dtype::Dtype;
 
@@ -93,6 +100,16 @@ pub(crate) mod gpu {
     /// Initial scratch for partial sums of this program's kernels, and for the parts of products that cuBLASLt does not compute as a whole. It grows at the first call of a kernel that needs more: norms of more
     /// than 31,000 channels, micro-batches of more than 8 million tokens.
     pub(crate) const SCRATCH_BYTES: usize = 64 << 20;
+
+    /// Bytes of the scratch memory, which delta rules of shape `delta` also use.
+    pub(crate) fn scratch_bytes(delta: Option<&DeltaShape>) -> usize {
+        delta.map_or(0, delta_scratch_bytes).max(SCRATCH_BYTES)
+    }
+
+    /// Bytes of the scratch memory of a delta rule's backward pass, which suffices for the forward pass.
+    pub(crate) fn delta_scratch_bytes(_shape: &DeltaShape) -> usize {
+        0
+    }
 
     /// Memory of NCCL: buffers for peers, and its kernels.
     pub(crate) const NCCL_BYTES: usize = 1 << 30;
@@ -253,7 +270,8 @@ mod tests {
         let (scores, each, sums) = (2 * 4 * (8192 + 64) * (8192 + 128), 2 * 2 * 4 * 8193 * 128, (16_385 * 2 + 8193 * 4) * 128 * 4);
         let delta = (4 * 4 * 8193usize).next_multiple_of(256);
         assert_eq!(gpu::attention_workspace_bytes(&rest, 8192, true), delta + scores + each + 256 + sums);
-        let long = |shapes: &[AttentionShape]| DeviceKind::Gpu.own_memory(Attention::Cudnn { deterministic: true }, shapes, false)[1].bytes;
+        let long =
+            |shapes: &[AttentionShape]| DeviceKind::Gpu.own_memory(Attention::Cudnn { deterministic: true }, shapes, None, false)[1].bytes;
         let two = AttentionShape { heads: 8, kv_heads: 2, ..part };
         assert_eq!(long(&[shape(131_072, 32, 8)]), gpu::attention_workspace_bytes(&two, 16_384, true));
         // Layers of both kinds share the larger workspace.

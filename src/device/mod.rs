@@ -136,6 +136,14 @@ pub trait Device: DeviceLibraries {
         Ok(())
     }
 
+    /// Allocates everything that delta rules of this shape need. Only before step 0.
+    ///
+    /// # Errors
+    /// `Unsupported` when no kernel supports the shape and format.
+    fn prepare_delta(&mut self, _shape: DeltaShape, _dtype: Dtype) -> Result<()> {
+        Ok(())
+    }
+
     /// Prepares for FP8 products. Only before step 0.
     ///
     /// # Errors

@@ -328,8 +328,12 @@ impl Workload<'_> {
             class("timeline", MemorySpace::Host, (self.site.threads + driver_tracks(ranks)) * self.site.trace_spans * size_of::<Span>()),
             class("data", MemorySpace::Host, self.site.data_bytes),
         ];
-        let own =
-            self.site.machine.kind.own_memory(self.recipe.numerics.attention, &self.attention_shapes(), self.recipe.separates_documents());
+        let own = self.site.machine.kind.own_memory(
+            self.recipe.numerics.attention,
+            &self.attention_shapes(),
+            None,
+            self.recipe.separates_documents(),
+        );
         let pinned = bytes_at(&classes, MemorySpace::Host) as usize;
         classes.push(class("lists of pinned pages", MemorySpace::Host, ranks * self.site.machine.kind.page_list_bytes(pinned)));
         classes.extend(self.requested_copies_classes(layout));

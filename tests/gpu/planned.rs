@@ -91,7 +91,7 @@ pub fn check<D: Kernels>(engine: &Engine<D>, on: DeviceKind) -> Result<(), Strin
     let own: Vec<_> = if on == plan.site.machine.kind {
         vec![]
     } else {
-        plan.site.machine.kind.own_memory(plan.recipe.numerics.attention, &[attention], plan.recipe.separates_documents())
+        plan.site.machine.kind.own_memory(plan.recipe.numerics.attention, &[attention], None, plan.recipe.separates_documents())
     };
     for class in &plan.forecast.memory {
         if NOT_TAKEN.contains(&class.name) || own.iter().any(|own| own.name == class.name) {

@@ -3,11 +3,13 @@
 mod attention;
 mod bias;
 mod cross_entropy;
+mod delta;
 mod documents;
 mod embed;
 #[cfg(test)]
 mod emulator;
 mod experts;
+mod gated_norm;
 mod grid;
 mod grouped;
 mod key_gradients;
@@ -20,10 +22,12 @@ mod product;
 mod quantize;
 mod rope;
 mod route;
+mod short_conv;
 mod sinks;
 pub(super) mod transfer;
 
 use super::modules::PtxSource;
+pub(super) use delta::check_delta;
 
 /// PTX files that every model needs, with the kernels that they export.
 pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {

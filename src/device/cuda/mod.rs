@@ -29,8 +29,8 @@ use super::documents::DocumentTable;
 use super::footprint::gpu;
 use super::slice::Allocated;
 use super::{
-    Attention, AttentionShape, Device, DeviceLibraries, DeviceSlice, Engines, EventId, ExpertProducts, FirstWay, LongSums, MatmulShape,
-    ProductAlgorithm, ProductRequest, Stream,
+    Attention, AttentionShape, DeltaShape, Device, DeviceLibraries, DeviceSlice, Engines, EventId, ExpertProducts, FirstWay, LongSums,
+    MatmulShape, ProductAlgorithm, ProductRequest, Stream,
 };
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -439,6 +439,16 @@ impl Device for CudaDevice {
             }
             None => Ok(()),
         }
+    }
+
+    fn prepare_delta(&mut self, shape: DeltaShape, dtype: Dtype) -> Result<()> {
+        kernels::check_delta(&shape, dtype)?;
+        let elems = gpu::scratch_bytes(Some(&shape)) / Dtype::Float32.bytes();
+        if self.scratch.elems() < elems {
+            self.free(self.scratch)?;
+            self.scratch = self.alloc("kernels' scratch", elems, Dtype::Float32)?;
+        }
+        Ok(())
     }
 
     fn prepare_fp8(&mut self) -> Result<()> {

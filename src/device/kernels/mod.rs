@@ -2,8 +2,10 @@
 
 pub(super) mod attention;
 pub(super) mod cross_entropy;
+pub(super) mod delta;
 pub(super) mod embed;
 pub(super) mod experts;
+pub(super) mod gated_norm;
 pub(super) mod grouped;
 pub(super) mod key_gradients;
 pub(super) mod norm;
@@ -12,12 +14,13 @@ pub(super) mod product;
 pub(super) mod quantize;
 pub(super) mod rope;
 pub(super) mod route;
+pub(super) mod short_conv;
 pub(super) mod sinks;
 pub(super) mod transfer;
 
 pub use self::{
-    attention::*, cross_entropy::*, embed::*, experts::*, grouped::*, key_gradients::*, norm::*, pointwise::*, product::*, quantize::*,
-    rope::*, route::*, sinks::*, transfer::*,
+    attention::*, cross_entropy::*, delta::*, embed::*, experts::*, gated_norm::*, grouped::*, key_gradients::*, norm::*, pointwise::*,
+    product::*, quantize::*, rope::*, route::*, short_conv::*, sinks::*, transfer::*,
 };
 use super::Device;
 use super::kernel::{Checked, Kernel};
@@ -52,8 +55,10 @@ macro_rules! launches {
             $crate::device::kernels::launches! {
                 @each $device, $accept: $($own),+,
                 CrossEntropyStats, CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, PairLosses,
+                DeltaRule, DeltaRuleBackward,
                 Embed, EmbedBackward,
                 ClampedSwiglu, ExpertBias, ExpertBackward, ExpertBiasDot,
+                GatedNorm, GatedNormBackward,
                 GroupedMatmul, SegmentSums,
                 AddKeyGradients,
                 RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward,
@@ -62,6 +67,7 @@ macro_rules! launches {
                 AbsMaxScale, Quantize,
                 QkNorm, QkNormBackward, Rope,
                 RouterLogits, Route, Segments, Dispatch, Combine, RouterBackward, RouterBalance,
+                ShortConv, ShortConvBackward,
                 Sinks, SinksBackward,
                 Poke,
                 WithScale<RmsNorm>, WithScale<RmsNormBackward>, WithScale<LayerNorm>, WithScale<LayerNormBackward>,
@@ -103,8 +109,10 @@ sum! {
     Kernels =
         attention::{AttentionForward, AttentionBackward},
         cross_entropy::{CrossEntropyStats, CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, PairLosses},
+        delta::{DeltaRule, DeltaRuleBackward},
         embed::{Embed, EmbedBackward, ScatterRows},
         experts::{ClampedSwiglu, ExpertBias, ExpertBackward, ExpertBiasDot},
+        gated_norm::{GatedNorm, GatedNormBackward},
         grouped::{GroupedMatmul, SegmentSums},
         key_gradients::{AddKeyGradients},
         norm::{RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward},
@@ -113,6 +121,7 @@ sum! {
         quantize::{AbsMaxScale, Quantize},
         rope::{QkNorm, QkNormBackward, Rope},
         route::{RouterLogits, Route, Segments, Dispatch, Combine, RouterBackward, RouterBalance},
+        short_conv::{ShortConv, ShortConvBackward},
         sinks::{Sinks, SinksBackward},
         transfer::{Zero, Cast, SumSlices, GradNormPartials, Adam, SplitAdam, Poke};
         norm::{RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward},
