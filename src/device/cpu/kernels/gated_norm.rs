@@ -93,3 +93,55 @@ vectorised! {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{assert_close, assert_same_everywhere, bits, dot, fastest, slopes, values, wide};
+    use super::*;
+    use half::bf16;
+
+    const EPS: f32 = 1e-2;
+    const SIZES: [(usize, usize); 4] = [(1, 1), (3, 16), (65, 7), (130, 20)];
+
+    /// `dout`, `x`, `gate`, `weight`.
+    fn inputs<T: Element>((rows, cols): (usize, usize)) -> [Vec<T>; 4] {
+        let elems = [rows * cols, rows * cols, rows * cols, cols];
+        std::array::from_fn(|i| values(i as u64 + 1, elems[i]))
+    }
+
+    fn run<T: Element>(cx: &mut Compute, size: (usize, usize), accumulate: bool) -> [Vec<T>; 4] {
+        let [dout, x, gate, weight] = inputs::<T>(size);
+        let (mut out, mut dx, mut dgate, mut dweight) = (x.clone(), x.clone(), x.clone(), vec![T::from_f32(1.0); size.1]);
+        gated_norm(cx, (&x, &gate, &weight), EPS, &mut out);
+        gated_norm_backward(cx, (&dout, &x, &gate, &weight), EPS, (&mut dx, &mut dgate), (&mut dweight, accumulate));
+        [out, dx, dgate, dweight]
+    }
+
+    fn reference(x: &[f64], gate: &[f64], weight: &[f64]) -> Vec<f64> {
+        let n = weight.len();
+        let row = |(x, gate): (&[f64], &[f64])| -> Vec<f64> {
+            let rstd = 1.0 / (x.iter().map(|x| x * x).sum::<f64>() / n as f64 + f64::from(EPS)).sqrt();
+            (0..n).map(|c| x[c] * rstd * weight[c] * gate[c] / (1.0 + (-gate[c]).exp())).collect()
+        };
+        x.chunks_exact(n).zip(gate.chunks_exact(n)).flat_map(row).collect()
+    }
+
+    #[test]
+    fn the_norm_and_its_gradients_agree_with_f64() {
+        for size in SIZES {
+            let [dout, x, gate, weight] = inputs::<f32>(size).map(|x| wide(&x));
+            let [out, dx, dgate, dweight] = run::<f32>(&mut fastest(), size, false);
+            assert_close("out", &out, &reference(&x, &gate, &weight), 2e-6);
+            assert_close("dx", &dx, &slopes(&x, |x| dot(&reference(x, &gate, &weight), &dout)), 5e-6);
+            assert_close("dgate", &dgate, &slopes(&gate, |gate| dot(&reference(&x, gate, &weight), &dout)), 5e-6);
+            assert_close("dweight", &dweight, &slopes(&weight, |weight| dot(&reference(&x, &gate, weight), &dout)), 5e-6);
+            let [.., added] = run::<f32>(&mut fastest(), size, true);
+            assert_eq!(added, dweight.iter().map(|x| x + 1.0).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn threads_and_instruction_sets_change_no_bit() {
+        assert_same_everywhere(|cx| run::<bf16>(cx, (200, 45), true).map(|x| bits(&x)).concat());
+    }
+}

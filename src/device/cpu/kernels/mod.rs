@@ -8,6 +8,10 @@ pub(crate) mod attention;
 pub(crate) mod attention_backward;
 pub(crate) mod cross_entropy;
 pub(crate) mod delta;
+pub(crate) mod delta_backward;
+mod delta_chunk;
+#[cfg(test)]
+mod delta_tests;
 pub(crate) mod embed;
 pub(crate) mod experts;
 pub(crate) mod gated_norm;
@@ -35,6 +39,7 @@ mod transfer;
 use super::team::Team;
 use crate::error::Result;
 use isa::KernelIsa;
+use std::ops::Range;
 
 /// Terms of one block of a long fp32 sum. A block is one chain in ascending order, and the blocks are added in ascending order, so the
 /// rounding error grows with the length of a block and the number of blocks, not with their product. The recipe records it.
@@ -54,6 +59,8 @@ pub(crate) struct Compute {
     local: Buffer,
     /// Tokens in sorted order.
     sorted: Vec<u64>,
+    /// Documents of a micro-batch, as ranges of tokens.
+    documents: Vec<Range<usize>>,
 }
 
 impl Compute {
@@ -62,7 +69,14 @@ impl Compute {
     /// # Errors
     /// `Resource` when a thread cannot be started.
     pub(crate) fn new(threads: usize, isa: KernelIsa) -> Result<Self> {
-        Ok(Self { team: Team::new(threads)?, isa, shared: Buffer::default(), local: Buffer::default(), sorted: Vec::new() })
+        Ok(Self {
+            team: Team::new(threads)?,
+            isa,
+            shared: Buffer::default(),
+            local: Buffer::default(),
+            sorted: Vec::new(),
+            documents: Vec::new(),
+        })
     }
 }
 

@@ -122,3 +122,66 @@ vectorised! {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{assert_close, assert_same_everywhere, bits, dot, fastest, slopes, values, wide};
+    use super::*;
+    use half::bf16;
+
+    const CHANNELS: usize = 5;
+    /// Two rows of 70 tokens: documents of 1, 2, 3 and 64 tokens.
+    const SEQ_LENGTH: usize = 70;
+    const TOKENS: usize = 2 * SEQ_LENGTH;
+
+    fn documents() -> Vec<i32> {
+        let row = (0..SEQ_LENGTH as i32).map(|t| [0, 1, 1, 3, 3, 3].get(t as usize).copied().unwrap_or(6));
+        row.collect::<Vec<_>>().repeat(2)
+    }
+
+    fn forward<T: Element>(cx: &mut Compute, documents: Option<&[i32]>, x: &[T], weight: &[T]) -> Vec<T> {
+        let mut out = x.to_vec();
+        short_conv(cx, DocumentRows { documents, seq_length: SEQ_LENGTH }, x, weight, &mut out);
+        out
+    }
+
+    fn backward<T: Element>(cx: &mut Compute, documents: Option<&[i32]>, accumulate: bool) -> [Vec<T>; 2] {
+        let [dout, x, weight] = [(1, TOKENS * CHANNELS), (2, TOKENS * CHANNELS), (3, TAPS * CHANNELS)].map(|(seed, n)| values(seed, n));
+        let (mut dx, mut dweight) = (x.clone(), vec![T::from_f32(1.0); weight.len()]);
+        let rows = DocumentRows { documents, seq_length: SEQ_LENGTH };
+        short_conv_backward(cx, rows, (&dout, &x, &weight), &mut dx, (&mut dweight, accumulate));
+        [dx, dweight]
+    }
+
+    fn reference(documents: Option<&[i32]>, x: &[f64], weight: &[f64]) -> Vec<f64> {
+        let one = |token: usize, channel: usize| {
+            let start = token / SEQ_LENGTH * SEQ_LENGTH + documents.map_or(0, |documents| documents[token] as usize);
+            let seen = start.max((token + 1).saturating_sub(TAPS))..token + 1;
+            let y: f64 = seen.map(|t| weight[channel * TAPS + TAPS - 1 + t - token] * x[t * CHANNELS + channel]).sum();
+            y / (1.0 + (-y).exp())
+        };
+        (0..TOKENS).flat_map(|token| (0..CHANNELS).map(move |channel| one(token, channel))).collect()
+    }
+
+    #[test]
+    fn outputs_and_gradients_agree_with_f64_in_rows_and_documents() {
+        let documents = documents();
+        for documents in [None, Some(&documents[..])] {
+            let [dout, x, weight] = [(1, TOKENS * CHANNELS), (2, TOKENS * CHANNELS), (3, TAPS * CHANNELS)].map(|(seed, n)| values(seed, n));
+            let [dx, dweight] = backward::<f32>(&mut fastest(), documents, false);
+            let (out, [dout, x, weight]) = (forward(&mut fastest(), documents, &x, &weight), [&dout, &x, &weight].map(|x| wide::<f32>(x)));
+            assert_close("out", &out, &reference(documents, &x, &weight), 5e-7);
+            assert_close("dweight", &dweight, &slopes(&weight, |weight| dot(&reference(documents, &x, weight), &dout)), 2e-6);
+            assert_close("dx", &dx, &slopes(&x, |x| dot(&reference(documents, x, &weight), &dout)), 2e-6);
+            let [_, added] = backward::<f32>(&mut fastest(), documents, true);
+            assert_eq!(added, dweight.iter().map(|x| x + 1.0).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn threads_and_instruction_sets_change_no_bit() {
+        let [x, weight] = [(2, TOKENS * CHANNELS), (3, TAPS * CHANNELS)].map(|(seed, n)| values::<bf16>(seed, n));
+        assert_same_everywhere(|cx| bits(&forward(cx, Some(&documents()), &x, &weight)));
+        assert_same_everywhere(|cx| backward::<bf16>(cx, Some(&documents()), true).map(|x| bits(&x)).concat());
+    }
+}

@@ -170,3 +170,41 @@ impl<'a, T: Send> Split for Tiles<'a, T> {
         MatMut { start, rows, cols, pitch: self.matrix.pitch, memory: PhantomData }
     }
 }
+
+/// A row-major matrix divided into ranges of rows, and each of them into blocks of columns, which are numbered first.
+pub(crate) struct Bands<'a, T> {
+    matrix: MatMut<'a, T>,
+    rows: &'a [Range<usize>],
+    cols: usize,
+}
+
+// SAFETY: `Bands` returns disjoint parts, which may go to other threads.
+unsafe impl<T: Send> Sync for Bands<'_, T> {}
+
+impl<'a, T> Bands<'a, T> {
+    /// Parts of `cols` columns in each of `rows`.
+    ///
+    /// # Panics
+    /// If the ranges overlap, descend or exceed the matrix, or the columns are no whole blocks.
+    pub(crate) fn new(matrix: MatMut<'a, T>, rows: &'a [Range<usize>], cols: usize) -> Self {
+        let ends = rows.iter().try_fold(0, |end, rows| (end <= rows.start && rows.start <= rows.end).then_some(rows.end));
+        assert!(ends.is_some_and(|end| end <= matrix.rows) && matrix.cols.is_multiple_of(cols));
+        Self { matrix, rows, cols }
+    }
+}
+
+impl<'a, T: Send> Split for Bands<'a, T> {
+    type Part = MatMut<'a, T>;
+
+    fn count(&self) -> usize {
+        self.rows.len() * (self.matrix.cols / self.cols)
+    }
+
+    unsafe fn part(&self, index: usize) -> MatMut<'a, T> {
+        let across = self.matrix.cols / self.cols;
+        let (rows, col) = (&self.rows[index / across], index % across * self.cols);
+        // SAFETY: the rows and columns are inside the matrix.
+        let start = unsafe { self.matrix.start.add(rows.start * self.matrix.pitch + col) };
+        MatMut { start, rows: rows.len(), cols: self.cols, pitch: self.matrix.pitch, memory: PhantomData }
+    }
+}
