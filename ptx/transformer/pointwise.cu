@@ -159,6 +159,39 @@ __device__ __forceinline__ void scale_add(const T* in, const T* base, T* out, un
     });
 }
 
+template <typename T>
+__device__ __forceinline__ void sigmoid_gate(const T* in, const T* gate, T* out, unsigned groups, unsigned wide) {
+    for_each<T>(groups, wide, ScaleCell{}, [=](auto group, Largest<T>& largest) {
+        constexpr int N = decltype(group)::N;
+        float x[N], g[N];
+        load(in + group.start(), x);
+        load(gate + group.start(), g);
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = x[i] * sigmoid(g[i]);
+        store(out + group.start(), x, largest);
+    });
+}
+
+template <typename T>
+__device__ __forceinline__ void sigmoid_gate_backward(
+    const T* dout, const T* in, const T* gate, T* din, T* dgate, unsigned groups, unsigned wide) {
+    for_each<T>(groups, wide, ScaleCell{}, [=](auto group, Largest<T>& largest) {
+        constexpr int N = decltype(group)::N;
+        float dy[N], x[N], g[N];
+        load(dout + group.start(), dy);
+        load(in + group.start(), x);
+        load(gate + group.start(), g);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const float s = sigmoid(g[i]);
+            g[i] = dy[i] * x[i] * (s * (1.0f - s));
+            x[i] = dy[i] * s;
+        }
+        store(din + group.start(), x, largest);
+        store(dgate + group.start(), g, largest);
+    });
+}
+
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
 #define KERNELS(dtype, T)                                                                                                \
     KERNEL swiglu_##dtype(const T* gate_up, T* out, unsigned groups, unsigned cols, unsigned wide, SCALE_PARAMS) {       \
@@ -184,6 +217,13 @@ __device__ __forceinline__ void scale_add(const T* in, const T* base, T* out, un
     KERNEL scale_add_##dtype(                                                                                            \
         const T* in, const T* base, T* out, unsigned groups, float factor, unsigned wide, SCALE_PARAMS) {                \
         scale_add(in, base, out, groups, factor, wide, {scale, exponent});                                               \
+    }                                                                                                                    \
+    KERNEL sigmoid_gate_##dtype(const T* in, const T* gate, T* out, unsigned groups, unsigned wide) {                    \
+        sigmoid_gate(in, gate, out, groups, wide);                                                                       \
+    }                                                                                                                    \
+    KERNEL sigmoid_gate_backward_##dtype(                                                                                \
+        const T* dout, const T* in, const T* gate, T* din, T* dgate, unsigned groups, unsigned wide) {                   \
+        sigmoid_gate_backward(dout, in, gate, din, dgate, groups, wide);                                                 \
     }
 
 FOR_EACH_FORMAT(KERNELS)

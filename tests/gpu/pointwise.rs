@@ -6,7 +6,9 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::internals::device::{AttentionShape, Geglu, GegluBackward, Gelu, GeluBackward, Rope, ScaleAdd, Swiglu, SwigluBackward};
+use superoffload::internals::device::{
+    AttentionShape, Geglu, GegluBackward, Gelu, GeluBackward, Rope, ScaleAdd, SigmoidGate, SigmoidGateBackward, Swiglu, SwigluBackward,
+};
 use superoffload::internals::dtype::Dtype;
 
 /// Rows and columns: one element, odd tails, the widths of real models.
@@ -53,6 +55,10 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
                 suite.case(&name("scale_add"), |bench, random| {
                     let (x, base) = (values(random, dtype, rows * cols), values(random, dtype, rows * cols));
                     scale_add(bench, dtype, &x, &base)
+                });
+                suite.case(&name("sigmoid_gate"), |bench, random| {
+                    let [x, gate, dout] = [(); 3].map(|()| values(random, dtype, rows * cols));
+                    sigmoid_gate(bench, dtype, &x, &gate, &dout)
                 });
             }
         }
@@ -116,6 +122,20 @@ fn scale_add(bench: &mut Bench, dtype: Dtype, x: &[f32], base: &[f32]) -> Outcom
     let mut in_place = Case::default();
     let x = in_place.updated("x", dtype, x, Want::Same);
     in_place.check(bench, &|dev, at| dev.launch(ScaleAdd { x: at[x], scale: 0.3, base: None, out: at[x] }))
+}
+
+/// Both passes.
+fn sigmoid_gate(bench: &mut Bench, dtype: Dtype, x: &[f32], gate: &[f32], dout: &[f32]) -> Outcome {
+    let mut forward = Case::default();
+    let (x_in, gate_in) = (forward.input("x", dtype, x), forward.input("gate", dtype, gate));
+    let out = forward.output("out", dtype, x.len(), Want::Same);
+    forward.check(bench, &|dev, at| dev.launch(SigmoidGate { x: at[x_in], gate: at[gate_in], out: at[out] }))?;
+    let mut backward = Case::default();
+    let (dout, x) = (backward.input("dout", dtype, dout), backward.input("x", dtype, x));
+    let (gate, n) = (backward.input("gate", dtype, gate), gate.len());
+    let (dx, dgate) = (backward.output("dx", dtype, n, Want::Same), backward.output("dgate", dtype, n, Want::Same));
+    backward
+        .check(bench, &|dev, at| dev.launch(SigmoidGateBackward { dout: at[dout], x: at[x], gate: at[gate], dx: at[dx], dgate: at[dgate] }))
 }
 
 /// Full and partial rotations, odd heads, the heads of real models.

@@ -141,3 +141,47 @@ impl Kernel for ScaleAdd {
         operands![self; ReadInPlace x[n], Read base[n], Write out[self.x.elems()]]
     }
 }
+
+/// `out = x * sigmoid(gate)`.
+#[derive(Clone, Copy, Debug)]
+pub struct SigmoidGate {
+    /// Any size.
+    pub x: DeviceSlice,
+    /// Same size as `x`.
+    pub gate: DeviceSlice,
+    /// Same size as `x`.
+    pub out: DeviceSlice,
+}
+
+impl Kernel for SigmoidGate {
+    const NAME: &'static str = "sigmoid_gate";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let n = self.out.elems();
+        operands![self; Read x[n], Read gate[n], Write out[self.x.elems()]]
+    }
+}
+
+/// Overwrites `dx` and `dgate` with the gradients of [`SigmoidGate`]'s inputs.
+#[derive(Clone, Copy, Debug)]
+pub struct SigmoidGateBackward {
+    /// Gradient of the output.
+    pub dout: DeviceSlice,
+    /// Same size as `dout`.
+    pub x: DeviceSlice,
+    /// Same size as `dout`.
+    pub gate: DeviceSlice,
+    /// Same size as `dout`.
+    pub dx: DeviceSlice,
+    /// Same size as `dout`.
+    pub dgate: DeviceSlice,
+}
+
+impl Kernel for SigmoidGateBackward {
+    const NAME: &'static str = "sigmoid_gate_backward";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let n = self.dout.elems();
+        operands![self; Read dout[self.dx.elems()], Read x[n], Read gate[n], Write dx[n], Write dgate[n]]
+    }
+}

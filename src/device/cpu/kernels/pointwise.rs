@@ -6,7 +6,7 @@ use super::math::sigmoid;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
 use crate::device::cpu::task_memory::TaskMemory;
-use crate::device::{Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, Swiglu, SwigluBackward};
+use crate::device::{Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, SigmoidGate, SigmoidGateBackward, Swiglu, SwigluBackward};
 use crate::dtype::Element;
 
 /// Elements of one block.
@@ -134,6 +134,41 @@ pub(crate) fn scale_add<T: Element>(cx: &mut Compute, scale: f32, base: Option<&
     });
 }
 
+impl CpuArithmetic for SigmoidGate {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        sigmoid_gate::<T>(cx, memory.read(self.x), memory.read(self.gate), memory.write(self.out));
+    }
+}
+
+/// See [`SigmoidGate`].
+pub(crate) fn sigmoid_gate<T: Element>(cx: &mut Compute, x: &[T], gate: &[T], out: &mut [T]) {
+    let isa = cx.isa;
+    cx.team.for_each(Chunks::new(out, BLOCK_ELEMS), |block, out| {
+        let start = block * BLOCK_ELEMS;
+        sigmoid_gate_elems(isa, &x[start..], &gate[start..], out);
+    });
+}
+
+impl CpuArithmetic for SigmoidGateBackward {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let read = [self.dout, self.x, self.gate].map(|slice| memory.read::<T>(slice));
+        sigmoid_gate_backward(cx, read, memory.write(self.dx), memory.write(self.dgate));
+    }
+}
+
+/// See [`SigmoidGateBackward`].
+pub(crate) fn sigmoid_gate_backward<T: Element>(cx: &mut Compute, [dout, x, gate]: [&[T]; 3], dx: &mut [T], dgate: &mut [T]) {
+    let isa = cx.isa;
+    cx.team.for_each(Chunks::new(dx, BLOCK_ELEMS), |block, dx| {
+        let start = block * BLOCK_ELEMS;
+        sigmoid_gate_elems(isa, &dout[start..], &gate[start..], dx);
+    });
+    cx.team.for_each(Chunks::new(dgate, BLOCK_ELEMS), |block, dgate| {
+        let start = block * BLOCK_ELEMS;
+        gate_gradient_elems(isa, &dout[start..], &x[start..], &gate[start..], dgate);
+    });
+}
+
 /// Copies `src` to `dst`.
 pub(crate) fn copy<T: Element>(cx: &mut Compute, src: &[T], dst: &mut [T]) {
     cx.team.for_each(Chunks::new(dst, BLOCK_ELEMS), |block, dst| {
@@ -196,6 +231,23 @@ vectorised! {
 vectorised! {
     fn scale_elems<T>(scale: f32, out: &mut [T]) {
         out.iter_mut().for_each(|x| *x = T::from_f32(x.to_f32() * scale));
+    }
+}
+
+vectorised! {
+    fn sigmoid_gate_elems<T>(x: &[T], gate: &[T], out: &mut [T]) {
+        for ((out, x), gate) in out.iter_mut().zip(x).zip(gate) {
+            *out = T::from_f32(x.to_f32() * sigmoid(gate.to_f32()));
+        }
+    }
+}
+
+vectorised! {
+    fn gate_gradient_elems<T>(dout: &[T], x: &[T], gate: &[T], dgate: &mut [T]) {
+        for (((dgate, dout), x), gate) in dgate.iter_mut().zip(dout).zip(x).zip(gate) {
+            let s = sigmoid(gate.to_f32());
+            *dgate = T::from_f32(dout.to_f32() * x.to_f32() * (s * (1.0 - s)));
+        }
     }
 }
 
@@ -323,6 +375,33 @@ mod tests {
             // The tolerance for GELU's own gradient, times the up projection, which is at most 6.
             assert_close("geglu dx", &dx[2 * row * COLS..][..2 * COLS], &slopes(&x, |x| dot(&reference_geglu(x), &dout)), 2e-5);
         }
+    }
+
+    fn reference_gate(x: &[f64], gate: &[f64]) -> Vec<f64> {
+        x.iter().zip(gate).map(|(x, gate)| x / (1.0 + (-gate).exp())).collect()
+    }
+
+    fn run_gate<T: Element>(cx: &mut Compute, [x, gate, dout]: [&[T]; 3]) -> [Vec<T>; 3] {
+        let [mut out, mut dx, mut dgate] = [x.to_vec(), x.to_vec(), x.to_vec()];
+        sigmoid_gate(cx, x, gate, &mut out);
+        sigmoid_gate_backward(cx, [dout, x, gate], &mut dx, &mut dgate);
+        [out, dx, dgate]
+    }
+
+    #[test]
+    fn a_gate_agrees_with_f64_rounds_once_and_is_the_same_everywhere() {
+        let [x, gate, dout] = [1, 2, 3].map(|seed| inputs::<f32>(seed, 1000));
+        let [out, dx, dgate] = run_gate(&mut fastest(), [&x, &gate, &dout]);
+        let (wide_x, wide_gate, wide_dout) = (wide(&x), wide(&gate), wide(&dout));
+        assert_close("gate", &out, &reference_gate(&wide_x, &wide_gate), 1e-6);
+        assert_close("gate dx", &dx, &slopes(&wide_x, |x| dot(&reference_gate(x, &wide_gate), &wide_dout)), 1e-6);
+        assert_close("gate dgate", &dgate, &slopes(&wide_gate, |gate| dot(&reference_gate(&wide_x, gate), &wide_dout)), 3e-6);
+        let narrow = [1, 2, 3].map(|seed| inputs::<bf16>(seed, 2 * BLOCK_ELEMS + 7));
+        let widened = narrow.each_ref().map(|x| widened(x));
+        let (exact, rounded) =
+            (run_gate(&mut fastest(), widened.each_ref().map(|x| &x[..])), run_gate(&mut fastest(), narrow.each_ref().map(|x| &x[..])));
+        exact.iter().zip(&rounded).for_each(|(exact, rounded)| assert_rounded("gate", rounded, exact));
+        assert_same_everywhere(|cx| run_gate(cx, narrow.each_ref().map(|x| &x[..])).map(|x| bits(&x)).concat());
     }
 
     #[test]

@@ -352,6 +352,13 @@ fn scaling(list: &mut List, r: &mut TestMemory, (rows, cols): (usize, usize), ce
     WithScale { kernel: ScaleAdd { x, scale: 0.5, base: None, out }, cell }.enqueue(list)
 }
 
+/// Gates of attention's output.
+fn gates(list: &mut List, r: &mut TestMemory, elems: usize) -> Result<()> {
+    let [dout, x, gate, dx, dgate] = [(); 5].map(|()| r.x(elems));
+    SigmoidGate { x, gate, out: dx }.enqueue(list)?;
+    SigmoidGateBackward { dout, x, gate, dx, dgate }.enqueue(list)
+}
+
 fn listing() -> Result<String> {
     let shape =
         AttentionShape { batch: 2, seq_length: 300, heads: 8, kv_heads: 2, head_dim: 128, scale: 0.088, window: None, softcap: None };
@@ -393,6 +400,8 @@ fn listing() -> Result<String> {
     }
     for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
         pairs(&mut list, &mut TestMemory { dtype, skew, given: 0 }, 600, 2560)?;
+        let mut memory = TestMemory { dtype, skew, given: 0 };
+        [600 * 4096, 67 * 515, 1].into_iter().try_for_each(|elems| gates(&mut list, &mut memory, elems))?;
     }
     list.by_cublaslt = true;
     experts(&mut list, &mut TestMemory { dtype: Dtype::Bfloat16, skew: 0, given: 0 }, 600, 2560)?;

@@ -1,15 +1,28 @@
 //! Elementwise kernels.
 
-use super::super::launch::{Arg, LaunchConfig, Queue, args, size};
+use super::super::launch::{Arg, GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
 use super::grid::{whole_vectors, wide};
 use super::quantize::{ScalingKernel, also_without_scale};
-use crate::device::{DeviceSlice, Geglu, GegluBackward, Gelu, GeluBackward, Kernel, ScaleAdd, Stream, Swiglu, SwigluBackward};
+use crate::device::{
+    DeviceSlice, Geglu, GegluBackward, Gelu, GeluBackward, Kernel, ScaleAdd, SigmoidGate, SigmoidGateBackward, Stream, Swiglu,
+    SwigluBackward,
+};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
     file: ptx_file!("generated/pointwise.ptx"),
-    typed: &["swiglu", "swiglu_backward", "geglu", "geglu_backward", "gelu", "gelu_backward", "scale_add"],
+    typed: &[
+        "swiglu",
+        "swiglu_backward",
+        "geglu",
+        "geglu_backward",
+        "gelu",
+        "gelu_backward",
+        "scale_add",
+        "sigmoid_gate",
+        "sigmoid_gate_backward",
+    ],
     plain: &[],
 };
 
@@ -71,6 +84,22 @@ impl ScalingKernel for ScaleAdd {
         let Self { x, scale, base, out } = self;
         let groups = Groups::new(out, out.elems(), &[x, base.unwrap_or(x), out])?;
         launch(queue, &self, groups, args![x, base, out, groups.count, scale, groups.wide, cell, exponent])
+    }
+}
+
+impl GpuKernel for SigmoidGate {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { x, gate, out } = self;
+        let groups = Groups::new(out, out.elems(), &[x, gate, out])?;
+        launch(queue, &self, groups, args![x, gate, out, groups.count, groups.wide])
+    }
+}
+
+impl GpuKernel for SigmoidGateBackward {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { dout, x, gate, dx, dgate } = self;
+        let groups = Groups::new(dx, dx.elems(), &[dout, x, gate, dx, dgate])?;
+        launch(queue, &self, groups, args![dout, x, gate, dx, dgate, groups.count, groups.wide])
     }
 }
 
