@@ -161,7 +161,7 @@ impl ModelFacts {
     pub(crate) fn new(config: String, shape: &ModelShape) -> Self {
         let table = TensorTable::new(shape);
         let ModelShape { channels, vocab, tied, ref layers, .. } = *shape;
-        let Attn { heads, kv_heads, head_dim, .. } = layers[0].attn;
+        let Attn { heads, kv_heads, head_dim, .. } = *shape.first_attention();
         let (layers, ffn) = (layers.len(), layers[0].mlp_cols().1);
         let (architecture, params, matmul_params) = (shape.family.architecture(), table.params(), table.matmul_params());
         Self { config, architecture, layers, channels, heads, kv_heads, head_dim, ffn, vocab, tied, params, matmul_params }

@@ -2,7 +2,9 @@
 //! `superoffload` must equal that of `zero-offload` and `no-offload`, and counters prove that it speculated.
 
 use crate::campaign::record;
-use crate::support::{Noise, digest, engine, grad_ring, load, params_with_ties, random_params, settings, start, tiny_llama, tiny_moe};
+use crate::support::{
+    Noise, digest, engine, grad_ring, load, params_with_ties, random_params, settings, start, tiny_delta, tiny_llama, tiny_moe,
+};
 use crate::sweep::sweep;
 use half::bf16;
 use proptest::prelude::*;
@@ -15,19 +17,41 @@ use superoffload::internals::device::{CpuDevice, Kernels};
 use superoffload::internals::engine::{Counts, Engine, ExpertLoad};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::{UseEngine, on_cpus};
-#[cfg(feature = "weight-flow")]
-use superoffload::internals::model::ModelShape;
-use superoffload::internals::model::TensorTable;
+use superoffload::internals::model::{ModelShape, TensorTable};
 use superoffload::internals::optim::{BLOCK, StatePart};
 use superoffload::internals::planner::Machine;
 use superoffload::{Plan, Result};
+
+/// Layers of the model of a case.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Kind {
+    Llama,
+    /// With experts.
+    Moe,
+    /// With gated delta rules.
+    Delta,
+}
+
+impl Kind {
+    fn of(seed: u64) -> Self {
+        [Self::Llama, Self::Moe, Self::Delta][seed as usize % 3]
+    }
+
+    pub fn model(self) -> fn(usize, usize, usize, bool) -> ModelShape {
+        match self {
+            Self::Llama => tiny_llama,
+            Self::Moe => tiny_moe,
+            Self::Delta => tiny_delta,
+        }
+    }
+}
 
 /// A random case: the inputs that determine the bits.
 #[derive(Clone, Debug)]
 struct Case {
     seed: u64,
     layers: usize,
-    experts: bool,
+    kind: Kind,
     /// Whether most targets are masked, and the head computes the trained rows alone.
     masked: bool,
     vocab: usize,
@@ -138,7 +162,7 @@ impl UseEngine for Steps<'_> {
             let report = engine.step(1e-2 / (1.0 + step as f64), &mut batches)?;
             assert!(before.is_none_or(|before| before.loss as f32 == report.loss), "{before:?}, then {report:?}");
             counts += report.counts;
-            assert_eq!(report.expert_load.is_some(), case.experts, "{report:?}");
+            assert_eq!(report.expert_load.is_some(), case.kind == Kind::Moe, "{report:?}");
             losses.push((report.loss.to_bits(), report.expert_load));
         }
         Ok((digest(&mut engine), counts, losses))
@@ -165,8 +189,7 @@ impl Batches for Text {
 }
 
 fn run(case: &Case, way: &Way) -> Run {
-    let model = if case.experts { tiny_moe } else { tiny_llama };
-    let (shape, blocks) = (model(case.layers, 32, case.vocab, case.tied), |shape| TensorTable::new(shape).flat_elems() / BLOCK);
+    let (shape, blocks) = (case.kind.model()(case.layers, 32, case.vocab, case.tied), |shape| TensorTable::new(shape).flat_elems() / BLOCK);
     let ranks = (1..=way.ranks.min(blocks(&shape))).rfind(|ranks| case.partial_sums.is_multiple_of(*ranks)).unwrap();
     // Each rank owns at least one block of every bucket.
     let bucket_kib = if ranks > 1 { way.bucket_kib.max(16 * ranks) } else { way.bucket_kib };
@@ -184,7 +207,8 @@ fn run(case: &Case, way: &Way) -> Run {
     let cast = if cfg!(feature = "superchip-cast") { way.cast } else { "host" };
     let adversary = way.adversary.map_or(String::new(), |seed| format!("adversary = {seed}\ndevice = \"cpu\""));
     let without = if way.without.is_empty() { String::new() } else { format!("without = [{}]", way.without) };
-    let dtype = if case.dtype == FP8 { "matmul-dtype = \"fp8\"".into() } else { format!("dtype = \"{}\"", case.dtype) };
+    let dtype = if case.dtype == FP8 && case.kind == Kind::Delta { "bfloat16" } else { case.dtype };
+    let dtype = if dtype == FP8 { "matmul-dtype = \"fp8\"".into() } else { format!("dtype = \"{dtype}\"") };
     let lines = format!(
         "strategy = \"{}\"\nthreads = {}\nbucket-mib = {}\nslots = {}\nresident-buckets = {}\nmasters = \"{masters}\"\ncast = \"{}\"\n{without}\n{adversary}\n\
          seed = {}\n{dtype}\nmoments = \"{}\"\ngradient-accumulation-steps = {}\ngradient-shares = {}\ngradient-group = {}\ngpus = {}\nmax-grad-norm = {}\ninject = [{}]\n\
@@ -205,7 +229,7 @@ fn run(case: &Case, way: &Way) -> Run {
         inject.collect::<Vec<_>>().join(","),
         if case.masked { "trained" } else { "all" },
     );
-    let balance = if case.experts { "router-aux-loss-coef = 0.5" } else { "" };
+    let balance = if case.kind == Kind::Moe { "router-aux-loss-coef = 0.5" } else { "" };
     let plan = |weights: &str, early: &str| {
         let more = format!("weights = \"{weights}\"\nearly-rows = \"{early}\"");
         Plan::new(&settings(&format!("{lines}\n{balance}\n{more}")).request(&shape), &Machine::cpu(2), false)
@@ -214,7 +238,9 @@ fn run(case: &Case, way: &Way) -> Run {
     let early = if way.early { plan("auto", "on").ok() } else { None };
     let mut plan = sharded.or(early).unwrap_or_else(|| plan("auto", "off").unwrap());
     EARLY.with(|runs| runs.set(runs.get() + usize::from(!plan.placement.layout.early().is_empty())));
-    if way.whole_tensors && plan.placement.rings.weights.is_none() {
+    // Ranks cannot divide buckets of the tiny tensors that gated delta rules have.
+    let divides = ranks == 1 || case.kind != Kind::Delta;
+    if way.whole_tensors && divides && plan.placement.rings.weights.is_none() {
         cut_at_tensors(&mut plan, &table, resident);
     }
     plan.placement.rings.grads = grad_ring(&plan, &table).filter(|_| way.ringed && case.micro_batches == 1);
@@ -247,7 +273,7 @@ fn cases() -> impl Strategy<Value = Case> {
     let fault = (1..=STEPS, 0.0..1.0f64, 0usize..4, prop::sample::select(vec!["\"nan\"", "\"inf\"", "\"-inf\"", "1e3"]));
     (
         any::<u32>(),
-        (1usize..4, any::<bool>(), any::<bool>()),
+        (1usize..4, any::<u8>(), any::<bool>()),
         prop::sample::select(vec![17usize, 64, 300, 900]),
         any::<bool>(),
         (prop::sample::select(vec!["bfloat16", "float16", "float32", FP8]), prop::sample::select(MOMENTS.to_vec())),
@@ -258,22 +284,20 @@ fn cases() -> impl Strategy<Value = Case> {
         prop::collection::vec(fault, 0..3),
     )
         .prop_map(
-            |(seed, (layers, experts, masked), vocab, tied, (dtype, moments), (partial_sums, group, micro_batches), max_norm, faults)| {
-                Case {
-                    seed: u64::from(seed),
-                    layers,
-                    experts,
-                    masked,
-                    vocab,
-                    tied,
-                    dtype,
-                    moments,
-                    partial_sums,
-                    group,
-                    micro_batches,
-                    max_norm,
-                    faults,
-                }
+            |(seed, (layers, kind, masked), vocab, tied, (dtype, moments), (partial_sums, group, micro_batches), max_norm, faults)| Case {
+                seed: u64::from(seed),
+                layers,
+                kind: Kind::of(u64::from(kind)),
+                masked,
+                vocab,
+                tied,
+                dtype,
+                moments,
+                partial_sums,
+                group,
+                micro_batches,
+                max_norm,
+                faults,
             },
         )
 }
@@ -430,7 +454,7 @@ fn buckets_of_whole_tensors_change_no_bit() {
         let (ranks, shares) = [(1, 1), (2, 2), (1, 2), (3, 3)][seed % 4];
         let (dtype, moments, tied) = (["bfloat16", "float32"][seed / 4 % 2], moments(seed as u64), seed / 3 % 2 == 0);
         let max_norm = [0.0, 1.7, 1e-3][seed / 4 % 3];
-        let case = Case { seed: seed as u64, layers: 3, experts: true, vocab: 300, tied, dtype, moments, max_norm, ..tiny_case(shares) };
+        let case = Case { seed: seed as u64, layers: 3, kind: Kind::Moe, vocab: 300, tied, dtype, moments, max_norm, ..tiny_case(shares) };
         let adversary = Some(seed as u64);
         let (ringed, sums_on_host, resident) = (seed % 2 == 0, ranks == 1 && shares > 1, seed % 3);
         let way = Way { strategy: "superoffload", bucket_kib: 16, resident, adversary, ranks, ringed, sums_on_host, ..REFERENCE };
@@ -446,7 +470,7 @@ fn tiny_case(partial_sums: usize) -> Case {
     Case {
         seed: 3,
         layers: 2,
-        experts: false,
+        kind: Kind::Llama,
         masked: false,
         vocab: 64,
         tied: true,
@@ -487,7 +511,7 @@ fn any_number_of_ranks_gives_the_bits_of_one() {
             dtype,
             moments: moments(seed),
             vocab: 300,
-            experts: seed / 2 % 2 == 1,
+            kind: Kind::of(seed / 2),
             masked: seed % 2 == 1,
             group: if partial_sums == 4 { 1 + seed as usize / 3 % 2 } else { 1 },
             micro_batches: 1 + seed as usize % 2,
@@ -517,20 +541,10 @@ fn sums_on_the_host_change_no_bit() {
         let (partial_sums, max_norm) = ([2, 3, 4][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize / 3 % 4]);
         let faults = vec![(2, 0.3, 0, "\"nan\""), (4, 0.8, 1, "\"inf\""), (5, 0.5, 0, "100.0")];
         let dtype = ["bfloat16", "float32", "float16"][seed as usize % 3];
-        let experts = seed / 2 % 2 == 1;
+        let kind = Kind::of(seed / 2);
         let (layers, vocab, micro_batches) = (8, 300, 1 + seed as usize / 12);
-        let case = Case {
-            seed,
-            dtype,
-            moments: moments(seed),
-            layers,
-            experts,
-            vocab,
-            micro_batches,
-            max_norm,
-            faults,
-            ..tiny_case(partial_sums)
-        };
+        let case =
+            Case { seed, dtype, moments: moments(seed), layers, kind, vocab, micro_batches, max_norm, faults, ..tiny_case(partial_sums) };
         let want = reference(&case);
         let strategy = ["superoffload", "superoffload", "zero-offload"][seed as usize % 3];
         // Bucket sizes from less than a module to more than the model.
@@ -565,7 +579,7 @@ fn sharded_weights_change_no_bit() {
             dtype,
             moments: moments(seed),
             layers,
-            experts: seed / 2 % 2 == 1,
+            kind: Kind::of(seed / 2),
             vocab,
             tied,
             micro_batches,
@@ -604,7 +618,7 @@ fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
             dtype,
             moments: moments(seed),
             layers: 12,
-            experts: seed / 3 % 2 == 1,
+            kind: Kind::of(seed / 3),
             vocab: 64,
             tied: seed % 4 < 2,
             max_norm,
@@ -916,7 +930,7 @@ fn streamed_weights_change_no_bit_and_come_once_a_pass() {
     let (mut speculated, mut skipped) = (0, 0);
     for seed in seeds(36) {
         let pick = |every: u64, count: usize| (seed / every) as usize % count;
-        let model = if seed % 5 == 2 { tiny_moe } else { tiny_llama };
+        let model = [tiny_llama, tiny_llama, tiny_moe, tiny_delta, tiny_llama][seed as usize % 5];
         // The overlap of modules in the ring depends on their lengths, which get closer to the ring's length with more channels.
         let (layers, channels) = [(12, 32), (15, 32), (8, 64)][pick(2, 3)];
         let shape = model(layers, channels, [64, 300][pick(4, 2)], seed % 2 == 0);

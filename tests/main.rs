@@ -9,6 +9,7 @@ mod cli;
 mod convert_config;
 mod data;
 mod data_view;
+mod delta;
 mod deploy;
 mod documented;
 mod evaluation;

@@ -15,7 +15,7 @@ use superoffload::{Plan, Result};
 // The parameters of golden/generate.py.
 const STEPS: usize = 10;
 const LEARNING_RATE: f64 = 1e-3;
-const RECIPE: &str = "per-device-train-batch-size = 2\nseq-length = 16\nmax-grad-norm = 0.5\nadam-beta1 = 0.9\nadam-beta2 = 0.999\n\
+const RECIPE: &str = "per-device-train-batch-size = 2\nmax-grad-norm = 0.5\nadam-beta1 = 0.9\nadam-beta2 = 0.999\n\
                       adam-epsilon = 1e-3\nweight-decay = 0.1\nmax-steps = 10\n";
 
 /// Small buckets and few slots with a reordering adversary, so that speculations fail and are redone in every family.
@@ -56,7 +56,8 @@ impl Golden {
     }
 
     fn batches(&self) -> Text {
-        Text { tokens: self.values("tokens"), targets: self.targets(), dealt: 0 }
+        let documents = if self.is_packed() { self.values("documents") } else { Vec::new() };
+        Text { tokens: self.values("tokens"), targets: self.targets(), documents, dealt: 0 }
     }
 
     /// The targets, with their weights where there are some.
@@ -69,6 +70,17 @@ impl Golden {
             }
         }
         targets
+    }
+
+    /// Whether rows hold several documents.
+    fn is_packed(&self) -> bool {
+        SafeTensors::deserialize(&self.bytes).unwrap().tensor("documents").is_ok()
+    }
+
+    /// The lines with the lengths of rows and the division into documents.
+    fn rows(&self) -> String {
+        let length = SafeTensors::deserialize(&self.bytes).unwrap().tensor("tokens").unwrap().shape()[2];
+        format!("seq-length = {length}\n{}", if self.is_packed() { "packing = \"bfd\"\n" } else { "" })
     }
 
     fn first_params(&self) -> Vec<f32> {
@@ -103,7 +115,7 @@ impl Golden {
 
     fn engine(&self, way: &str) -> Engine<CpuDevice> {
         let mut plan = Plan::new(
-            &settings(&format!("{RECIPE}{}{}{way}", self.balance(), resident(way))).request(&self.shape),
+            &settings(&format!("{RECIPE}{}{}{}{way}", self.rows(), self.balance(), resident(way))).request(&self.shape),
             &Machine::cpu(2),
             false,
         )
@@ -119,6 +131,8 @@ impl Golden {
 struct Text {
     tokens: Vec<i32>,
     targets: Vec<i32>,
+    /// Empty if rows are whole documents.
+    documents: Vec<i32>,
     dealt: usize,
 }
 
@@ -127,6 +141,10 @@ impl Batches for Text {
         let range = self.dealt..self.dealt + batch.tokens.len();
         batch.tokens.copy_from_slice(&self.tokens[range.clone()]);
         batch.targets.copy_from_slice(&self.targets[range.clone()]);
+        if let Some(documents) = &mut batch.documents {
+            documents.copy_from_slice(&self.documents[range.clone()]);
+            batch.positions.iter_mut().zip(documents.iter()).for_each(|(position, first)| *position -= first);
+        }
         self.dealt = range.end;
         Ok(())
     }

@@ -2,7 +2,7 @@
 //! the comparison on a GPU.
 
 use crate::planned;
-use crate::support::{settings, tiny_llama, tiny_moe};
+use crate::support::{settings, tiny_delta, tiny_llama, tiny_moe};
 use superoffload::internals::bucket::Tier;
 use superoffload::internals::device::{DeviceKind, Kernels};
 use superoffload::internals::engine::Engine;
@@ -28,7 +28,8 @@ fn every_memory_class_of_a_plan_for_cpus_matches_allocations() {
     let common = "seq-length = 16\nper-device-train-batch-size = 3\nbucket-mib = 0.03125\n";
     let strategies = ["superoffload", "zero-offload", "no-offload"].map(|name| format!("{common}strategy = \"{name}\"\n"));
     let (demo, small, experts) = (ModelShape::demo(), tiny_llama(6, 64, 300, false), tiny_moe(6, 64, 300, false));
-    for shape in [&demo, &small, &experts] {
+    let delta = tiny_delta(6, 64, 300, false);
+    for shape in [&demo, &small, &experts, &delta] {
         for strategy in &strategies {
             for more in [
                 "",
@@ -47,7 +48,9 @@ fn every_memory_class_of_a_plan_for_cpus_matches_allocations() {
                 let more = format!("{more}layer-order = \"segments:{order}\"\nactivations = \"recompute-cheap\"\n");
                 compare(&format!("{strategy}{more}"), shape, &Machine::cpu(2));
             }
-            compare(&format!("{strategy}activations = \"host\"\n"), shape, &Machine::cpu(2));
+            for activations in ["host", "host-attention"] {
+                compare(&format!("{strategy}activations = \"{activations}\"\n"), shape, &Machine::cpu(2));
+            }
         }
         for (moments, bytes) in [("float32", 10.0), ("bfloat16", 6.0), ("int8", 4.0625)] {
             let lines = format!("{}masters = \"split\"\nmoments = \"{moments}\"\n", strategies[2]);
@@ -115,9 +118,9 @@ fn every_memory_class_of_a_plan_for_a_gpu_matches_allocations() {
         let paged = compare(&format!("{common}{more}memory = \"unified\"\nresident-buckets = 3\n"), &shape, &gpu(8000));
         assert!([Tier::Device, Tier::Unified].into_iter().all(|tier| !paged.placement.layout.elems_in(tier).is_empty()), "{paged}");
     }
-    let experts = tiny_moe(12, 1024, 256, true);
-    for mib in [1600, 2400, 4000] {
-        compare(common, &experts, &gpu(mib));
+    for (mib, shape) in [tiny_moe, tiny_delta].into_iter().flat_map(|model| [1600, 2400, 4000].map(|mib| (mib, model(12, 1024, 256, true))))
+    {
+        compare(common, &shape, &gpu(mib));
     }
 }
 

@@ -1,8 +1,8 @@
 //! Steps that take all micro-batches through a segment of layers before the next segment have the bits of steps that take one micro-batch
 //! after the other, and move fewer bytes over the link.
 
-use crate::exactness::seeds;
-use crate::support::{Noise, digest, random_params, settings, start, tiny_llama, tiny_moe};
+use crate::exactness::{Kind, seeds};
+use crate::support::{Noise, digest, random_params, settings, start, tiny_llama};
 use superoffload::internals::data::{Batch, Batches};
 use superoffload::internals::engine::Counts;
 use superoffload::internals::host::RING_GRAIN_BYTES;
@@ -85,9 +85,9 @@ fn segments_of_layers_change_no_bit() {
     for seed in seeds(120) {
         let pick = Pick(seed);
         let (layers, channels) = pick.of(0, &[(5, 32), (9, 32), (12, 32), (8, 64)]);
-        let (experts, tied) = (pick.of(17, &[false, false, true]), pick.of(18, &[false, true]));
-        let model = if experts { tiny_moe } else { tiny_llama };
-        let shape = model(layers, channels, pick.of(1, &[64, 300]), tied);
+        let (kind, tied) = (pick.of(17, &[Kind::Llama, Kind::Delta, Kind::Moe]), pick.of(18, &[false, true]));
+        let (experts, fp8) = (kind == Kind::Moe, if kind == Kind::Delta { "dtype = \"bfloat16\"" } else { "matmul-dtype = \"fp8\"" });
+        let shape = kind.model()(layers, channels, pick.of(1, &[64, 300]), tied);
         let (each, turn) = (pick.of(2, &[1, 2, 3, 4]), pick.of(3, &[0, 1, 2, 3, 4]));
         let (shares, each_share) = pick.of(4, &[(1, 1), (1, 2), (1, 4), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)]);
         let group = if shares == 4 { pick.of(5, &[1, 2]) } else { 1 };
@@ -96,10 +96,7 @@ fn segments_of_layers_change_no_bit() {
         let common = format!(
             "{}\nmoments = \"{}\"\nmax-grad-norm = {}\ngradient-accumulation-steps = {}\ngradient-shares = {shares}\n\
              gradient-group = {group}\ninject = [{fault}]\n{}\nhead-rows = \"{}\"\npacking = \"{}\"\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1",
-            pick.of(
-                7,
-                &["dtype = \"bfloat16\"", "matmul-dtype = \"fp8\"", "dtype = \"float16\"", "dtype = \"float32\"", "matmul-dtype = \"fp8\""]
-            ),
+            pick.of(7, &["dtype = \"bfloat16\"", fp8, "dtype = \"float16\"", "dtype = \"float32\"", fp8]),
             pick.of(8, &["float32", "bfloat16", "int8"]),
             pick.of(9, &["0.0", "1e-3", "1.7", "1e9"]),
             shares * each_share,

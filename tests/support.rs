@@ -40,6 +40,17 @@ pub fn tiny_moe(layers: usize, channels: usize, vocab: usize, tied: bool) -> Mod
     ModelShape::parse(&config.to_string(), std::path::Path::new("config.json")).unwrap()
 }
 
+/// Like [`tiny_llama`], with a gated delta rule in every layer except the second, fourth and so on, whose attention has a gate.
+pub fn tiny_delta(layers: usize, channels: usize, vocab: usize, tied: bool) -> ModelShape {
+    let config = serde_json::json!({
+        "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": channels, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": channels * 2, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "full_attention_interval": 2,
+        "vocab_size": vocab, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": tied,
+    });
+    ModelShape::parse(&config.to_string(), std::path::Path::new("config.json")).unwrap()
+}
+
 /// The setting of one resident bucket, if the strategy and the build support it.
 pub fn resident(strategy: &str) -> &'static str {
     if cfg!(feature = "repartition") && strategy.contains("superoffload") { "resident-buckets = 1\n" } else { "" }
@@ -53,8 +64,9 @@ pub fn settings(toml: &str) -> Settings {
 /// The shortest gradient ring that holds any module and a bucket, if it saves memory. The embeddings stay outside.
 pub fn grad_ring(plan: &Plan, table: &TensorTable) -> Option<RingShape> {
     let grain = RING_GRAIN_BYTES / plan.recipe.numerics.dtype.bytes();
-    let module_elems = [Module::Head, Module::Layer(0)].map(|module| table.module_range(module).len());
-    let period_elems = (module_elems[0].max(module_elems[1]) + plan.placement.layout.bucket_elems()).next_multiple_of(grain);
+    let modules = table.modules().filter(|module| *module != Module::Embed);
+    let longest = modules.map(|module| table.module_range(module).len()).max().unwrap();
+    let period_elems = (longest + plan.placement.layout.bucket_elems()).next_multiple_of(grain);
     let limit = if plan.site.ranks == 1 { plan.placement.layout.offloaded_elems() } else { plan.placement.layout.flat_elems() };
     let end = table.module_range(Module::Embed).start.min(limit);
     let ringed_elems = end / grain * grain;

@@ -9,8 +9,18 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const MODELS: [&str; 8] =
-    ["gemma3_vision", "mistral3_vision", "ministral3_vision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_4_57"];
+const MODELS: [&str; 10] = [
+    "gemma3_vision",
+    "mistral3_vision",
+    "ministral3_vision",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_vl_moe_4_57",
+    "qwen3_5_vision",
+    "qwen3_5_moe_vision",
+];
 const FLAGS: [&str; 8] = ["--init", "checkpoint", "--tokenizer", "bytes", "--device", "cpu", "--seq-length", "16"];
 
 /// Format, shape and bytes of each tensor, by name.
@@ -27,7 +37,7 @@ fn tensors(file: &Path) -> Tensors {
 }
 
 fn is_of_tower(name: &str) -> bool {
-    ["visual.", "vision_tower.", "multi_modal_projector."].iter().any(|begin| name.trim_start_matches("model.").starts_with(begin))
+    ["visual.", "vision_tower.", "multi_modal_projector.", "mtp."].iter().any(|begin| name.trim_start_matches("model.").starts_with(begin))
 }
 
 /// A workspace with a copy of the golden model `name` and a text of digits, which are tokens of a vocabulary of 64.

@@ -62,6 +62,10 @@ pub(crate) struct Activations {
     pub(super) shared: Option<SharedWork>,
     /// Workspaces of FP8 products, if layers use FP8.
     pub(super) fp8: Option<Fp8Work>,
+    /// Workspaces of gates of attention's output.
+    pub(super) gates: Option<AttnGateWork>,
+    /// Workspaces of gated delta rules.
+    pub(super) delta: Option<DeltaWork>,
     /// Gradient of a second matrix's input: attention's output or the activation, `[T, max]`.
     pub(super) dinner: DeviceSlice,
     /// Gradient of a first matrix's output: qkv or gate and up, `[T, max]`.
@@ -85,11 +89,16 @@ pub(super) struct LayerActivations {
     /// Offload of `attn_out` and `lse`.
     pub(super) host_attention: [Option<HostTurn>; 2],
     pub(crate) attn_norm: NormActivations,
-    pub qk_norm: Option<QkNormActivations>,
-    /// Normalised and rotated. With sequence parallelism, this array and the next two hold all tokens and this rank's heads.
+    /// The projections, if a norm or a convolution changes them before attention.
+    pub(crate) projected: Option<ProjectedQkv>,
+    /// Projection to the gate of attention's output, and the next two projections of a gated delta rule; each empty without one.
+    pub(crate) attn_gate: DeviceSlice,
+    pub(crate) decay: DeviceSlice,
+    pub(crate) strength: DeviceSlice,
+    /// Normalised and rotated, or convolved. With sequence parallelism, this array and the next two hold all tokens and this rank's heads.
     pub qkv: DeviceSlice,
     pub(crate) attn_out: DeviceSlice,
-    /// `[batch, heads, seq_length]`
+    /// `[batch, heads, seq_length]`; empty without scores.
     pub lse: DeviceSlice,
     pub(crate) post_attn: RawActivations,
     /// Residual stream after attention.
@@ -220,9 +229,35 @@ pub(super) struct GateWork {
     pub bounds: DeviceSlice,
 }
 
-/// The projections before the norm of queries and keys, and the statistics of the norm.
+/// The projections before the norm of queries and keys, or before the short convolution.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct QkNormActivations {
+pub(super) struct ProjectedQkv {
     pub raw: DeviceSlice,
+    /// Statistics of the norm; empty without one.
     pub rstd: DeviceSlice,
+}
+
+impl ProjectedQkv {
+    /// The projections `raw`, if they have memory of their own.
+    pub(super) fn of(raw: DeviceSlice, rstd: DeviceSlice) -> Option<Self> {
+        (raw.elems() > 0).then_some(Self { raw, rstd })
+    }
+}
+
+/// Workspaces of gates of attention's output, for the widest layer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AttnGateWork {
+    /// Attention's output after the gate; in the backward pass also the gradient of attention's output.
+    pub(super) out: DeviceSlice,
+    /// Gradient of the projection to the gate.
+    pub(super) dgate: DeviceSlice,
+}
+
+/// Workspaces of gated delta rules, for the widest layer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DeltaWork {
+    /// Gradient of the output of the short convolution.
+    pub(super) dqkv: DeviceSlice,
+    pub(super) ddecay: DeviceSlice,
+    pub(super) dstrength: DeviceSlice,
 }

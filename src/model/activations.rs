@@ -6,8 +6,8 @@
 
 pub(crate) use super::activation_arrays::Activations;
 use super::activation_arrays::{
-    ExpertWork, GateWork, HeadRowsWork, LayerActivations, NormActivations, PairWork, QkNormActivations, RawActivations, RoutedActivations,
-    SequenceWork, SharedWork,
+    AttnGateWork, DeltaWork, ExpertWork, GateWork, HeadRowsWork, LayerActivations, NormActivations, PairWork, ProjectedQkv, RawActivations,
+    RoutedActivations, SequenceWork, SharedWork,
 };
 use super::expert_bounds::bounds_stride;
 pub(crate) use super::expert_bounds::{bounds_elems, expert_bounds};
@@ -15,7 +15,7 @@ use super::fp8::{self, Fp8Work, LINEARS};
 use super::head_rows::{self, HeadRows};
 use super::heads::{SequenceRank, shared_cols, widest_cols};
 use super::host_turns::{BUFFERS, give_turns, host_slots};
-use super::layer_shape::{LayerShape, Moe, NormKind, NormSpec};
+use super::layer_shape::{Attn, LayerShape, Moe, NormKind, NormSpec};
 pub use super::loss_tile::LossTile;
 use super::policy::LayerPolicy;
 use super::shape::ModelShape;
@@ -184,7 +184,7 @@ impl ActivationPlan {
         give_turns(dev, sends.map(|layer| (layer.input, &mut layer.host_input)), inputs)?;
         let sends = layers.iter_mut().filter(|layer| layer.policy.sends_attention());
         give_turns(dev, sends.map(|layer| (layer.attn_out, &mut layer.host_attention[0])), outs)?;
-        let sends = layers.iter_mut().filter(|layer| layer.policy.sends_attention());
+        let sends = layers.iter_mut().filter(|layer| layer.policy.sends_attention() && layer.lse.elems() > 0);
         give_turns(dev, sends.map(|layer| (layer.lse, &mut layer.host_attention[1])), lses)?;
         Ok(activations)
     }
@@ -192,7 +192,7 @@ impl ActivationPlan {
     /// Offloaded activations: inputs of layers, attention's outputs, and log-sum-exps.
     fn host_allocations(&self) -> Result<[Allocation; 3]> {
         let slots = |name, sends: fn(LayerPolicy) -> bool, cols: &dyn Fn(&LayerShape) -> usize, dtype| {
-            let layers = || self.policies.iter().zip(&self.shape.layers).filter(|(policy, _)| sends(**policy));
+            let layers = || self.policies.iter().zip(&self.shape.layers).filter(|(policy, layer)| sends(**policy) && cols(layer) > 0);
             let widest = layers().map(|(_, layer)| cols(layer)).max().unwrap_or(0);
             let elems = product(&[host_slots(layers().count()), self.tokens(), widest])?;
             Ok(Allocation { name, space: MemorySpace::Host, elems, dtype })
@@ -200,12 +200,7 @@ impl ActivationPlan {
         Ok([
             slots("layers.input", LayerPolicy::sends_input, &|_| self.shape.channels, self.dtype)?,
             slots("layers.attn_out", LayerPolicy::sends_attention, &|layer| self.own_heads_cols(layer)[1], self.dtype)?,
-            slots(
-                "layers.lse",
-                LayerPolicy::sends_attention,
-                &|layer| self.own_heads_cols(layer)[1] / layer.attn.head_dim,
-                Dtype::Float32,
-            )?,
+            slots("layers.lse", LayerPolicy::sends_attention, &|layer| self.lse_cols(layer), Dtype::Float32)?,
         ])
     }
 
@@ -249,13 +244,15 @@ impl ActivationPlan {
             experts: self.expert_work(&mut memory)?,
             shared: self.shared_work(&mut memory)?,
             fp8: self.fp8_work(&mut memory)?,
+            gates: self.attn_gate_work(&mut memory)?,
+            delta: self.delta_work(&mut memory)?,
             dinner: memory.matrix("dinner", &[self.widest(|layer| [layer.attn.out_cols(), layer.widest_mlp_cols().1])?], self.dtype)?,
             dfused: memory.matrix("dfused", &[self.widest(|layer| [layer.attn.qkv_cols(), layer.widest_mlp_cols().0])?], self.dtype)?,
         })
     }
 
     fn layers(&self, memory: &mut SizedAllocator<'_>) -> Result<Vec<LayerActivations>> {
-        let (channels, qk_norm) = (|_: &LayerShape| self.shape.channels, self.shape.widest(|layer| layer.attn.qk_stats_cols()) > 0);
+        let (channels, changes_qkv) = (|_: &LayerShape| self.shape.channels, self.shape.widest(|layer| layer.attn.raw_qkv_cols()) > 0);
         let when = |present: bool, cols: usize| if present { cols } else { 0 };
         let normed = |layer: &LayerShape| when(layer.pre_norm, self.shape.channels);
         let normed_stats = |layer: &LayerShape| when(layer.pre_norm, stats_cols(layer.norm));
@@ -264,11 +261,9 @@ impl ActivationPlan {
         let is = |of: fn(LayerPolicy) -> bool| move |l: usize| of(self.policies[l]);
         let (costly, cheap) = (self.parts(is(LayerPolicy::keeps_costly)), self.parts(is(LayerPolicy::keeps_cheap)));
         let inputs = self.parts_by_turns(is(|policy| !policy.sends_input()), is(LayerPolicy::sends_input));
-        let attended = self.parts_by_turns(is(LayerPolicy::keeps_costly), is(LayerPolicy::sends_attention));
         // Activations that are saved in 8 bits are not saved in 16 bits.
-        let is_dense = |l: usize| self.shape.layers[l].mlp.moe().is_none();
         let attn_cheap = self.parts(|l| self.policies[l].keeps_cheap() && !self.fp8);
-        let mlp_cheap = self.parts(|l| self.policies[l].keeps_cheap() && !(self.fp8 && is_dense(l)));
+        let mlp_cheap = self.parts(|l| self.policies[l].keeps_cheap() && !(self.fp8 && self.shape.layers[l].mlp.moe().is_none()));
         let (wide_costly, wide_cheap) = (self.in_mlp_tiles(&costly), self.in_mlp_tiles(&mlp_cheap));
         let mut each = |name, parts, cols: &dyn Fn(&LayerShape) -> usize, dtype| {
             let cols = self.shape.layers.iter().map(cols).collect();
@@ -278,12 +273,15 @@ impl ActivationPlan {
         let input = each("layers.input", &inputs, &channels, dtype)?;
         let attn_norm_out = each("layers.attn_norm_out", &attn_cheap, &normed, dtype)?;
         let attn_norm_stats = each("layers.attn_norm_stats", &costly, &normed_stats, fp32)?;
-        let qkv_raw = each("layers.qkv_raw", &costly, &|layer| layer.attn.qk_norm.map_or(0, |_| layer.attn.qkv_cols()), dtype)?;
+        let qkv_raw = each("layers.qkv_raw", &costly, &|layer| layer.attn.raw_qkv_cols(), dtype)?;
         let qk_rstd = each("layers.qk_rstd", &costly, &|layer| layer.attn.qk_stats_cols(), fp32)?;
-        let own_heads = |layer: &LayerShape| self.own_heads_cols(layer);
-        let qkv = each("layers.qkv", if qk_norm { &cheap } else { &costly }, &|layer| own_heads(layer)[0], dtype)?;
-        let attn_out = each("layers.attn_out", &attended, &|layer| own_heads(layer)[1], dtype)?;
-        let lse = each("layers.lse", &attended, &|layer| own_heads(layer)[1] / layer.attn.head_dim, fp32)?;
+        let attn_gate = each("layers.attn_gate", &costly, &|layer| layer.attn.gate_cols(), dtype)?;
+        let decay = each("layers.decay", &costly, &|layer| layer.attn.rule_cols(), dtype)?;
+        let strength = each("layers.strength", &costly, &|layer| layer.attn.rule_cols(), dtype)?;
+        let qkv = each("layers.qkv", if changes_qkv { &cheap } else { &costly }, &|layer| self.own_heads_cols(layer)[0], dtype)?;
+        let (attended, scored) = (self.attended_parts(|_| true), self.attended_parts(|attn| attn.lse_cols() > 0));
+        let attn_out = each("layers.attn_out", &attended, &|layer| self.own_heads_cols(layer)[1], dtype)?;
+        let lse = each("layers.lse", &scored, &|layer| self.lse_cols(layer), fp32)?;
         let attn_raw = each("layers.attn_raw", &costly, &raw, dtype)?;
         let attn_raw_stats = each("layers.attn_raw_stats", &costly, &raw_stats, fp32)?;
         let mid = each("layers.mid", &costly, &channels, dtype)?;
@@ -292,8 +290,7 @@ impl ActivationPlan {
         let mlp_in = each("layers.mlp_in", &wide_costly, &|layer| layer.mlp_cols().0, dtype)?;
         // The activation of experts is recomputed into a workspace of all layers.
         let mlp_act = each("layers.mlp_act", &wide_cheap, &|layer| layer.mlp.moe().map_or(layer.mlp_cols().1, |_| 0), dtype)?;
-        let shared_in = |layer: &LayerShape| layer.mlp.shared().map_or(0, |shared| 2 * shared.width);
-        let shared_in = each("layers.shared_in", &costly, &shared_in, dtype)?;
+        let shared_in = each("layers.shared_in", &costly, &|layer| layer.mlp.shared().map_or(0, |shared| 2 * shared.width), dtype)?;
         let mlp_raw = each("layers.mlp_raw", &costly, &raw, dtype)?;
         let mlp_raw_stats = each("layers.mlp_raw_stats", &costly, &raw_stats, fp32)?;
         let (routed, fp8) = (self.routed(memory)?, self.fp8_inputs(memory)?);
@@ -305,7 +302,10 @@ impl ActivationPlan {
             host_input: None,
             host_attention: [None; 2],
             attn_norm: NormActivations { out: attn_norm_out.at(l), stats: attn_norm_stats.at(l) },
-            qk_norm: self.shape.layers[l].attn.qk_norm.map(|_| QkNormActivations { raw: qkv_raw.at(l), rstd: qk_rstd.at(l) }),
+            projected: ProjectedQkv::of(qkv_raw.at(l), qk_rstd.at(l)),
+            attn_gate: attn_gate.at(l),
+            decay: decay.at(l),
+            strength: strength.at(l),
             qkv: qkv.at(l),
             attn_out: attn_out.at(l),
             lse: lse.at(l),
@@ -461,6 +461,11 @@ impl ActivationPlan {
         widest_cols(&layer.attn, self.sequence_ranks).map(|cols| self.sequence_ranks * cols)
     }
 
+    /// Log-sum-exps for each of this rank's tokens; see [`Self::own_heads_cols`].
+    fn lse_cols(&self, layer: &LayerShape) -> usize {
+        if layer.attn.is_delta() { 0 } else { self.own_heads_cols(layer)[1] / layer.attn.head_dim }
+    }
+
     /// Tokens of the micro-batch on one rank.
     fn tokens(&self) -> usize {
         self.batch * self.seq_length / self.sequence_ranks
@@ -479,6 +484,28 @@ impl ActivationPlan {
             dqkv: memory.rows("sequence_dqkv", own_heads(0))?,
             dout: memory.rows("sequence_dout", own_heads(1))?,
             parts: memory.rows("sequence_parts", self.shape.widest(|layer| shared_cols(&layer.attn, ranks)))?,
+        }))
+    }
+
+    /// Workspaces of gates of attention's output; `None` without them.
+    fn attn_gate_work(&self, memory: &mut SizedAllocator<'_>) -> Result<Option<AttnGateWork>> {
+        let cols = self.shape.widest(|layer| layer.attn.gate_cols());
+        if cols == 0 {
+            return Ok(None);
+        }
+        Ok(Some(AttnGateWork { out: memory.rows("attn_gated", cols)?, dgate: memory.rows("dattn_gate", cols)? }))
+    }
+
+    /// Workspaces of gated delta rules; `None` without them.
+    fn delta_work(&self, memory: &mut SizedAllocator<'_>) -> Result<Option<DeltaWork>> {
+        let widest = |cols: fn(&Attn) -> usize| self.shape.widest(|layer| if layer.attn.is_delta() { cols(&layer.attn) } else { 0 });
+        if !self.shape.has_delta() {
+            return Ok(None);
+        }
+        Ok(Some(DeltaWork {
+            dqkv: memory.rows("delta_dqkv", widest(Attn::qkv_cols))?,
+            ddecay: memory.rows("ddecay", widest(Attn::rule_cols))?,
+            dstrength: memory.rows("dstrength", widest(Attn::rule_cols))?,
         }))
     }
 
@@ -504,6 +531,15 @@ impl ActivationPlan {
     /// As [`Self::parts`]; in addition, layers whose array is offloaded to host memory alternate between shared buffers.
     fn parts_by_turns(&self, keeps: impl Fn(usize) -> bool, sends: impl Fn(usize) -> bool) -> LayerParts {
         LayerParts::new(self.policies.len(), &self.segments, (self.tokens(), BUFFERS), keeps, sends)
+    }
+
+    /// Parts of an array of attention's results, of layers whose attention `has` such an array.
+    fn attended_parts(&self, has: impl Fn(&Attn) -> bool) -> LayerParts {
+        let of = |holds: fn(LayerPolicy) -> bool| {
+            let has = &has;
+            move |l: usize| holds(self.policies[l]) && has(&self.shape.layers[l].attn)
+        };
+        self.parts_by_turns(of(LayerPolicy::keeps_costly), of(LayerPolicy::sends_attention))
     }
 
     /// These parts, with a shared part as long as the tokens that MLPs process at once.

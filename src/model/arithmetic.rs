@@ -1,6 +1,6 @@
 //! The properties of a shape that affect arithmetic. Checkpoints record them, so that a run cannot resume with a different model unnoticed.
 
-use super::layer_shape::{Act, Attn, Ffn, Join, LayerShape, Moe, NormKind, NormSpec, QkSpan, SharedExpertShape};
+use super::layer_shape::{Act, Attn, AttnKind, Ffn, Join, LayerShape, Moe, NormKind, NormSpec, QkSpan, SharedExpertShape};
 use super::shape::{ModelShape, RopeScaling};
 use crate::device::{ExpertActivation, RouterRule, SigmoidRule};
 use serde_json::{Map, Value, json};
@@ -47,16 +47,16 @@ impl ModelShape {
     }
 
     fn layer_arithmetic(&self, layer: &LayerShape) -> Vec<(&'static str, Value)> {
-        let LayerShape { attn, mlp, norm: NormSpec { kind, plus_one, eps }, pre_norm, join } = *layer;
+        let LayerShape { attn, mlp, norm: NormSpec { kind: norm, plus_one, eps }, pre_norm, join } = *layer;
         let Ffn { width, act, bias } = mlp.ffn();
-        let Attn { heads, kv_heads, head_dim, qkv_bias, out_bias, qk_norm, rope, window: _, scale, softcap, sinks } = attn;
+        let Attn { kind, heads, kv_heads, head_dim, qkv_bias, out_bias, qk_norm, rope, window: _, scale, softcap, sinks } = attn;
         let rope = rope.map(|rope| &self.ropes[rope]);
         vec![
             ("num_attention_heads", json!(heads)),
             ("num_key_value_heads", json!(kv_heads)),
             ("head_dim", json!(head_dim)),
             ("intermediate_size", json!(width)),
-            ("norm", norm_name(kind).into()),
+            ("norm", norm_name(norm).into()),
             ("norm_eps", shortest(eps)),
             ("norm_plus_one", json!(plus_one)),
             ("pre_norm", json!(pre_norm)),
@@ -75,6 +75,7 @@ impl ModelShape {
             ("attention_scale", shortest(scale)),
             ("attention_softcap", json!(softcap.map(shortest))),
             ("attention_sinks", json!(sinks)),
+            ("attention", attn_name(kind).into()),
         ]
     }
 }
@@ -91,6 +92,14 @@ fn norm_name(norm: NormKind) -> &'static str {
     match norm {
         NormKind::Rms => "rms",
         NormKind::Layer => "layer",
+    }
+}
+
+fn attn_name(kind: AttnKind) -> &'static str {
+    match kind {
+        AttnKind::Softmax => "softmax",
+        AttnKind::GatedSoftmax => "gated softmax",
+        AttnKind::Delta => "gated delta rule",
     }
 }
 
@@ -203,6 +212,8 @@ mod tests {
         };
         assert_eq!(all(|l| l.mlp = Mlp::Moe(plain(RouterRule::All, l))), ["experts"]);
         assert_eq!(all(|l| l.attn.sinks = true), ["attention_sinks"]);
+        assert_eq!(all(|l| l.attn.kind = AttnKind::GatedSoftmax), ["attention"]);
+        assert_eq!(changed(|s| s.layers[1].attn.kind = AttnKind::Delta), ["attention"]);
         let moe = plain(RouterRule::All, &ModelShape::demo().layers[0]);
         let clamped = ExpertActivation::Clamped { alpha: 1.0, limit: 2.0 };
         let others = [

@@ -18,6 +18,7 @@ use crate::device::{
     RmsNormBackward, ScaleAdd, ScaleCell, SinksBackward, SwigluBackward, WithScale, Zero,
 };
 use crate::error::Result;
+use std::iter::once;
 
 /// Gradients of the residual stream and of a norm's output, for the tokens of a branch.
 #[derive(Clone, Copy)]
@@ -115,7 +116,7 @@ impl Model {
             Act::Geglu => dev.launch(WithScale { kernel: GegluBackward { dout: dact, gate_up, dgate_up: dmlp_in, cols }, cell })?,
             Act::GeluTanh => dev.launch(WithScale { kernel: GeluBackward { dout: dact, x: gate_up, dx: dmlp_in }, cell })?,
         }
-        self.leave(dev, layer, grads, (&params.mlp_in, dmlp_in), (params.mlp_norm.map(|norm| (norm, act.mlp_norm)), act.mid), first)
+        self.leave(dev, layer, grads, once((&params.mlp_in, dmlp_in)), (params.mlp_norm.map(|norm| (norm, act.mlp_norm)), act.mid), first)
     }
 
     /// The gradient of the output of a branch's last matrix, computed from the gradient of the residual stream.
@@ -144,27 +145,34 @@ impl Model {
         self.layers[..layer].last().and_then(|below| below.mlp_out.gradient_scale(LastWriter::Above))
     }
 
-    /// Computes the gradient of the residual stream `x` from the output gradient of a branch's first matrix, through the norm with which
+    /// Computes the gradient of the residual stream `x` from the output gradients of a branch's first matrices, through the norm with which
     /// the branch begins.
-    fn leave<D: Kernels>(
+    fn leave<'a, D: Kernels>(
         &self,
         dev: &mut D,
         layer: usize,
         ResidualGrads { dresidual, dnorm, scale }: ResidualGrads,
-        (params, dout): (&LinearParams, DeviceSlice),
+        matrices: impl Iterator<Item = (&'a LinearParams, DeviceSlice)>,
         (norm, x): (Option<(NormParams, NormActivations)>, DeviceSlice),
         first: bool,
     ) -> Result<()> {
-        let Some((norm, act)) = norm else { return linear_backward(dev, params, x, dout, Input::Added(dresidual), first) };
-        linear_backward(dev, params, act.out, dout, Input::New(dnorm), first)?;
+        let Some((norm, act)) = norm else {
+            let mut matrices = matrices;
+            return matrices.try_for_each(|(params, dout)| linear_backward(dev, params, x, dout, Input::Added(dresidual), first));
+        };
+        for (nth, (params, dout)) in matrices.enumerate() {
+            let input = if nth == 0 { Input::New(dnorm) } else { Input::Added(dnorm) };
+            linear_backward(dev, params, act.out, dout, input, first)?;
+        }
         norm_backward(dev, self.shape.layers[layer].norm, &norm, (x, act.stats), (dnorm, dresidual), first, scale)
     }
 
     fn backward_attention<P: PassRunner>(&self, run: &mut P, layer: usize, first: bool) -> Result<()> {
         let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);
-        let ([_, attn_out], [dattn_out, dqkv]) = (self.own_tokens(layer), self.own_tokens_gradients(layer));
+        let [dattn_out, dqkv] = self.own_tokens_gradients(layer);
         run.hand_over(Handover::KeptOut, layer)?;
         let dev = run.dev();
+        let attn_out = self.gate_output(dev, layer)?;
         let Activations { dresidual, dnorm, .. } = self.activations;
         let grads = ResidualGrads { dresidual, dnorm, scale: self.scale_below(layer) };
         let last = (&params.attn_out, params.post_attn_norm.map(|norm| (norm, act.post_attn)));
@@ -175,7 +183,7 @@ impl Model {
         run.hand_over(Handover::QkvGrad, layer)?;
         let dev = run.dev();
         self.rotate(dev, layer, dqkv, true)?;
-        if let (Some((q, k)), Some(kept)) = (params.qk_norm, act.qk_norm) {
+        if let (Some((q, k)), Some(kept)) = (params.qk_norm, act.projected) {
             dev.launch(QkNormBackward {
                 dqkv,
                 qkv: kept.raw,
@@ -189,13 +197,19 @@ impl Model {
                 shape: self.attention_shape(layer),
             })?;
         }
-        self.leave(dev, layer, grads, (&params.qkv, dqkv), (params.attn_norm.map(|norm| (norm, act.attn_norm)), act.input), first)
+        let matrices = once((&params.qkv, dqkv)).chain(self.gate_gradients(layer));
+        self.leave(dev, layer, grads, matrices, (params.attn_norm.map(|norm| (norm, act.attn_norm)), act.input), first)
     }
 
-    /// Computes the gradient of queries, keys and values from the gradient of attention's output: all tokens of this rank's heads.
+    /// Computes the gradient of queries, keys and values from the gradient of attention's output: all tokens of this rank's heads. After a
+    /// convolution, these are the gradients of its input.
     fn backward_heads<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
-        let (documents, shape) = (self.activations.documents, self.heads_shape(layer));
-        let ([qkv, out, lse], [dout, dqkv]) = (self.own_heads(layer), self.own_heads_gradients(layer));
+        let [dout, dqkv] = self.own_heads_gradients(layer);
+        let dout = self.gate_backward(dev, layer, dout, first)?;
+        if let Some(delta) = self.delta(layer) {
+            return delta.backward(dev, dout, dqkv, first);
+        }
+        let (documents, shape, [qkv, out, lse]) = (self.activations.documents, self.heads_shape(layer), self.own_heads(layer));
         if let Some(Param { value, grad }) = self.layers[layer].sinks {
             let [sinks, dsinks] = [value, grad].map(|all| self.own_sinks(layer, all));
             if first && dsinks.elems() < grad.elems() {

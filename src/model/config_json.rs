@@ -4,6 +4,7 @@
 //! Training differs from `transformers` in two ways by design: there is no dropout (see [`ModelShape::ignored_dropout`]), and
 //! `pad_token_id` does not freeze its embedding, because rows are not padded with it.
 
+mod delta;
 mod experts;
 mod keys;
 mod rope;
@@ -15,7 +16,7 @@ mod text_part_tests;
 mod windows;
 
 use super::family::{Family, FamilySpec, Missing, Multipliers, Rotates, ScaleRule};
-use super::layer_shape::{Act, Attn, Ffn, Join, LayerShape, NormSpec};
+use super::layer_shape::{Act, Attn, AttnKind, Ffn, Join, LayerShape, NormSpec};
 use super::shape::{DEMO_CONFIG, EmbedScale, ModelShape};
 use super::tensors::TensorTable;
 use crate::data::loss_weight::VOCAB_MAX;
@@ -109,7 +110,9 @@ fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
         factor => Join::Scale(factor),
     };
     let pre_norm = spec.names.attn_norm.is_some();
-    let layer = |((window, rope), mlp)| LayerShape { attn: Attn { window, rope, ..attn }, mlp, norm, pre_norm, join };
+    let delta = delta::layers(keys, spec, layers, attn)?;
+    let of_layer = |(window, rope), delta: Option<Attn>| delta.unwrap_or(Attn { window, rope, ..attn });
+    let layer = |((of_attn, delta), mlp)| LayerShape { attn: of_layer(of_attn, delta), mlp, norm, pre_norm, join };
     Ok(ModelShape {
         family,
         vocab: keys.count("vocab_size", VOCAB_MAX)?,
@@ -124,7 +127,7 @@ fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
         logit_softcap: keys.softcap("final_logit_softcapping", spec.softcaps.as_ref().map(|caps| caps.logits))?,
         logit_scale: 1.0 / factor(|multipliers| multipliers.logits)?,
         ropes,
-        layers: windows.into_iter().zip(rope_of).zip(mlps).map(layer).collect(),
+        layers: windows.into_iter().zip(rope_of).zip(delta).zip(mlps).map(layer).collect(),
         final_norm: norm,
         tied: keys.flag("tie_word_embeddings", spec.tied)?,
         init_std: keys.number("initializer_range", Some(0.02), 0.0, 100.0)? as f32,
@@ -144,6 +147,7 @@ fn attention(keys: &Keys, spec: &FamilySpec, channels: usize) -> Result<Attn> {
     let head_dim = head_dim(keys, spec, channels, heads)?;
     let has_qk_norm = keys.rule(spec.has_qk_norm)?;
     Ok(Attn {
+        kind: if spec.delta { AttnKind::GatedSoftmax } else { AttnKind::Softmax },
         heads,
         kv_heads,
         head_dim,

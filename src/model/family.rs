@@ -268,6 +268,8 @@ pub(crate) struct FamilySpec {
     /// Whether attention has sinks.
     pub(crate) sinks: bool,
     pub(crate) moe: Option<MoeSpec>,
+    /// Whether some layers have a gated delta rule, and attention of all other layers has a gate, as in Qwen3.5.
+    pub(crate) delta: bool,
     /// How files hold this decoder as the text part of a multimodal model; `None`: the model is text only.
     pub(crate) text_part: Option<TextPart>,
 }
@@ -364,6 +366,7 @@ const GPT2_NAMES: Names = Names {
 const QWEN_TYPES: TypeRule = TypeRule { switch: true, missing_types: Pattern::From("max_window_layers"), missing_window: None };
 const LLAMA_EXPERTS: MoeNames =
     MoeNames { router: "mlp.gate", experts: "mlp.experts", files: ExpertFiles::Each(["gate_proj", "up_proj", "down_proj"]), shared: None };
+const GATED_EXPERT: SharedNames = SharedNames { path: "mlp.shared_expert", gate: Some("mlp.shared_expert_gate") };
 const STACKED: [&str; 2] = ["gate_up_proj", "down_proj"];
 
 const LLAMA: FamilySpec = FamilySpec {
@@ -395,6 +398,7 @@ const LLAMA: FamilySpec = FamilySpec {
     interleaved: false,
     sinks: false,
     moe: None,
+    delta: false,
     text_part: None,
 };
 
@@ -436,6 +440,31 @@ const QWEN3: FamilySpec = FamilySpec {
     head_dim: Missing::Refuse,
     window: WindowRule::ByType(QWEN_TYPES),
     ..LLAMA
+};
+
+const QWEN35: FamilySpec = FamilySpec {
+    architecture: "Qwen3_5ForCausalLM",
+    plus_one: true,
+    qkv_bias: Presence::Never,
+    out_bias: Presence::Never,
+    window: WindowRule::Never,
+    partial_rotary: Some(0.25),
+    delta: true,
+    ..QWEN3
+};
+
+const QWEN35_MOE: FamilySpec = FamilySpec {
+    architecture: "Qwen3_5MoeForCausalLM",
+    moe: Some(MoeSpec {
+        names: MoeNames { shared: Some(GATED_EXPERT), ..LLAMA_EXPERTS },
+        width: "moe_intermediate_size",
+        renormalised: Presence::Always,
+        layers: ExpertLayers::All,
+        sigmoid: false,
+        shared: Some(SharedWidth::Key("shared_expert_intermediate_size")),
+        is_gpt_oss: false,
+    }),
+    ..QWEN35
 };
 
 const OLMO2: FamilySpec =
@@ -527,6 +556,7 @@ static FAMILIES: &[FamilySpec] = &[
     MINISTRAL3,
     QWEN2,
     QWEN3,
+    QWEN35,
     FamilySpec {
         architecture: "Phi3ForCausalLM",
         names: &PHI3_NAMES,
@@ -617,10 +647,7 @@ static FAMILIES: &[FamilySpec] = &[
             missing_window: Some(4096),
         }),
         moe: Some(MoeSpec {
-            names: MoeNames {
-                shared: Some(SharedNames { path: "mlp.shared_expert", gate: Some("mlp.shared_expert_gate") }),
-                ..LLAMA_EXPERTS
-            },
+            names: MoeNames { shared: Some(GATED_EXPERT), ..LLAMA_EXPERTS },
             width: "moe_intermediate_size",
             renormalised: Presence::Key("norm_topk_prob", false),
             layers: ExpertLayers::ByStep,
@@ -631,6 +658,7 @@ static FAMILIES: &[FamilySpec] = &[
         ..LLAMA
     },
     QWEN3_MOE,
+    QWEN35_MOE,
     FamilySpec {
         architecture: "OlmoeForCausalLM",
         mlp_bias: Presence::Never,
@@ -710,7 +738,7 @@ const INEXPRESSIBLE: &[(&str, &str)] = &[
     ("DeepseekV3ForCausalLM", "latent attention"),
     ("Llama4ForCausalLM", "chunked attention and scaled queries"),
     ("Llama4ForConditionalGeneration", "chunked attention and scaled queries"),
-    ("Qwen3NextForCausalLM", "linear attention"),
+    ("Qwen3NextForCausalLM", "linear attention with projections that are fused by head"),
     ("JambaForCausalLM", "state space layers"),
 ];
 

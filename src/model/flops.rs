@@ -1,15 +1,16 @@
 //! FLOPs of a model: the numerator of every reported FLOP/s.
 
 use super::head_rows::HeadRows;
+use super::layer_shape::Attn;
 use super::shape::ModelShape;
 use super::tensors::TensorTable;
 use std::collections::BTreeMap;
 
 /// The formula of [`ModelShape::flops_per_step`].
-pub(crate) const FLOPS_FORMULA: &str = "6*N*T + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters with the output matrix, T tokens, S_l sequence length (2W - W^2/S in a window of W): causal, no recompute";
+pub(crate) const FLOPS_FORMULA: &str = "6*N*T + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters with the output matrix, T tokens, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule): causal, no recompute";
 
 /// The formula where the head computes trained rows alone.
-const FLOPS_FORMULA_OF_TRAINED_ROWS: &str = "6*N*T + 6*V*C*T_trained + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters without the output matrix [V, C], T tokens, T_trained trained tokens, S_l sequence length (2W - W^2/S in a window of W): causal, no recompute";
+const FLOPS_FORMULA_OF_TRAINED_ROWS: &str = "6*N*T + 6*V*C*T_trained + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters without the output matrix [V, C], T tokens, T_trained trained tokens, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule): causal, no recompute";
 
 /// The formula of a run's FLOPs.
 pub(crate) fn flops_formula(head_rows: HeadRows) -> &'static str {
@@ -40,13 +41,15 @@ impl ModelShape {
 
     /// Attention's part of [`Self::flops_of`].
     pub(crate) fn attention_flops_of(&self, documents: &BTreeMap<usize, usize>) -> f64 {
-        let attended = |window: Option<usize>, s: f64| match window.map(|w| w as f64) {
+        let attended = |attn: &Attn, s: f64| match attn.window.map(|w| w as f64) {
+            // A state of head_dim * head_dim decays, changes by one product with a vector, and is read by another.
+            _ if attn.is_delta() => 3.0 * attn.head_dim as f64,
             Some(w) if w < s => 2.0 * w - w * w / s,
             _ => s,
         };
         let flops = |(&length, &count): (&usize, &usize)| {
             let (tokens, s) = (count as f64 * length as f64, length as f64);
-            let attention: f64 = self.layers.iter().map(|layer| attended(layer.attn.window, s) * layer.attn.out_cols() as f64).sum();
+            let attention: f64 = self.layers.iter().map(|layer| attended(&layer.attn, s) * layer.attn.out_cols() as f64).sum();
             6.0 * tokens * attention
         };
         documents.iter().map(flops).sum()

@@ -1,7 +1,7 @@
 //! The forward pass, module by module.
 
 use super::Model;
-use super::activation_arrays::{LayerActivations, NormActivations, QkNormActivations, RawActivations};
+use super::activation_arrays::{LayerActivations, NormActivations, ProjectedQkv, RawActivations};
 use super::layer_shape::{Act, Join, LayerShape, Mlp, NormSpec};
 use super::linear::linear;
 use super::mlp_tile::MlpTile;
@@ -150,8 +150,8 @@ impl Model {
             _ if act.intact => Ok(()),
             LayerPolicy::RecomputeCheap => {
                 self.enter(run.dev(), layer, (params.attn_norm, &params.qkv), act.input, act.attn_norm)?;
-                act.qk_norm.map_or(Ok(()), |_| {
-                    self.norm_and_rotate(run.dev(), layer, act)?;
+                act.projected.map_or(Ok(()), |_| {
+                    self.change_qkv(run.dev(), layer, act)?;
                     run.hand_over(Handover::Qkv, layer)
                 })
             }
@@ -204,11 +204,13 @@ impl Model {
 
     /// Computes the residual stream between attention and MLP from the layer's input, into `act`.
     fn forward_attention<P: PassRunner>(&self, run: &mut P, layer: usize, act: &LayerActivations, attending: Attending) -> Result<()> {
-        let (params, dev, [qkv, attn_out]) = (&self.layers[layer], run.dev(), self.own_tokens(layer));
+        let (params, dev, [qkv, _]) = (&self.layers[layer], run.dev(), self.own_tokens(layer));
         let x = self.enter(dev, layer, (params.attn_norm, &params.qkv), act.input, act.attn_norm)?;
-        linear(dev, &params.qkv, x, None, act.qk_norm.map_or(qkv, |kept| kept.raw))?;
-        self.norm_and_rotate(dev, layer, act)?;
+        linear(dev, &params.qkv, x, None, act.projected.map_or(qkv, |kept| kept.raw))?;
+        self.project_gates(dev, layer, act, x)?;
+        self.change_qkv(dev, layer, act)?;
         self.attend(run, layer, act, attending)?;
+        let attn_out = self.gate_output(run.dev(), layer)?;
         let post = params.post_attn_norm.map(|norm| (norm, act.post_attn));
         self.join(run.dev(), layer, (&params.attn_out, attn_out), post, (act.input, act.mid))
     }
@@ -226,15 +228,20 @@ impl Model {
 
     /// Computes attention's output and log-sum-exp, and sends them to the host if they are offloaded.
     fn attend_to_heads<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
-        let (documents, shape) = (self.activations.documents, self.heads_shape(layer));
-        let [qkv, out, lse] = self.own_heads(layer);
         act.host_attention.iter().flatten().try_for_each(|turn| turn.acquire(dev))?;
-        dev.launch(AttentionForward { qkv, documents, out, lse, shape })?;
-        let sinks = self.layers[layer].sinks;
-        if let Some(sinks) = sinks {
-            dev.launch(Sinks { sinks: self.own_sinks(layer, sinks.value), out, lse, shape })?;
+        match self.delta(layer) {
+            Some(delta) => delta.attend(dev)?,
+            None => self.attend_by_scores(dev, layer)?,
         }
         act.host_attention.iter().flatten().try_for_each(|turn| turn.send(dev))
+    }
+
+    fn attend_by_scores<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<()> {
+        let (documents, shape) = (self.activations.documents, self.heads_shape(layer));
+        let [qkv, out, lse] = self.own_heads(layer);
+        dev.launch(AttentionForward { qkv, documents, out, lse, shape })?;
+        let Some(sinks) = self.layers[layer].sinks else { return Ok(()) };
+        dev.launch(Sinks { sinks: self.own_sinks(layer, sinks.value), out, lse, shape })
     }
 
     /// Computes the input of the MLP's last matrix from the residual stream between attention and MLP, into `act`; with experts, the output
@@ -252,12 +259,16 @@ impl Model {
         self.activate(dev, layer, act)
     }
 
-    /// Computes the normalised, if the model has such norms, and rotated queries and keys of this rank's tokens.
-    fn norm_and_rotate<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
+    /// Computes the input of attention for this rank's tokens: normalised, if the model has such norms, and rotated queries and keys, or
+    /// the convolution before a gated delta rule.
+    fn change_qkv<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
+        if let Some(delta) = self.delta(layer) {
+            return delta.convolve(dev);
+        }
         let [out, _] = self.own_tokens(layer);
-        if let (Some((q, k)), Some(kept)) = (self.layers[layer].qk_norm, act.qk_norm) {
+        if let (Some((q, k)), Some(kept)) = (self.layers[layer].qk_norm, act.projected) {
             let (NormSpec { eps, plus_one, .. }, shape) = (self.shape.layers[layer].norm, self.attention_shape(layer));
-            let QkNormActivations { raw: qkv, rstd } = kept;
+            let ProjectedQkv { raw: qkv, rstd } = kept;
             dev.launch(QkNorm { qkv, q_weight: q.value, k_weight: k.value, plus_one, eps, out, rstd, shape })?;
         }
         self.rotate(dev, layer, out, false)

@@ -64,6 +64,9 @@ fn linears(layer: &LayerShape, channels: usize) -> impl Iterator<Item = (usize, 
 /// `Usage` with the size that is not a multiple.
 pub(crate) fn check(shape: &ModelShape, tokens: usize) -> Result<()> {
     let dims = shape.layers.iter().flat_map(|layer| linears(layer, shape.channels)).flat_map(|(outs, ins)| [outs, ins]);
+    if shape.has_delta() {
+        return Err(Error::usage("--matmul-dtype fp8: not supported for models with gated delta rules; use --matmul-dtype bfloat16"));
+    }
     let is_odd = |dim: &usize| !dim.is_multiple_of(FP8_GRAIN);
     let remedy = "use --matmul-dtype bfloat16";
     if let Some(dim) = dims.into_iter().find(is_odd) {

@@ -1,6 +1,6 @@
 //! Attention heads, and their division among the ranks of sequence parallelism.
 
-use super::layer_shape::{Attn, LayerShape};
+use super::layer_shape::{Attn, AttnKind, LayerShape};
 use crate::device::PARTS_MAX;
 use std::ops::Range;
 
@@ -97,6 +97,9 @@ fn can_divide(attn: &Attn, ranks: usize) -> bool {
 /// Checks whether `ranks` ranks can share the heads of every layer. The error gives the reason and the possible numbers of ranks.
 pub(crate) fn check_degree(layers: &[LayerShape], ranks: usize) -> std::result::Result<(), String> {
     let layers = || layers.iter().map(|layer| &layer.attn);
+    if ranks > 1 && layers().any(|attn| attn.kind != AttnKind::Softmax) {
+        return Err(format!("--sequence-ranks {ranks}: ranks cannot share gated attention, which this model has; use 1"));
+    }
     let Some(attn) = layers().find(|attn| !can_divide(attn, ranks)) else { return Ok(()) };
     let works = |ranks: &usize| layers().all(|attn| can_divide(attn, *ranks));
     let degrees: Vec<_> = (1..=PARTS_MAX).filter(works).map(|ranks| ranks.to_string()).collect();

@@ -61,6 +61,7 @@ fn init_part(spec: &TensorSpec, seed: u64, first: usize, out: &mut [f32]) {
         Init::Zeros => out.fill(0.0),
         Init::Ones => out.fill(1.0),
         Init::Normal { std } => fill_normal(&mut stream(seed, spec.index, first), std, out),
+        Init::LogUniform { low, high } => fill_log_uniform(&mut stream(seed, spec.index, first), (low, high), out),
     }
 }
 
@@ -72,6 +73,14 @@ fn stream(seed: u64, index: usize, first: usize) -> ChaCha8Rng {
     rng.set_stream(index as u64);
     rng.set_word_pos(first as u128);
     rng
+}
+
+/// Logarithms of uniform numbers, one for each word.
+fn fill_log_uniform(rng: &mut ChaCha8Rng, (low, high): (f32, f32), out: &mut [f32]) {
+    for x in out {
+        let uniform = (rng.next_u32() >> 8) as f32 / (1 << 24) as f32;
+        *x = libm::logf(low + (high - low) * uniform);
+    }
 }
 
 /// Box-Muller: two normal numbers from two uniform numbers.
@@ -112,6 +121,19 @@ mod tests {
         }
         let norm = table.find(Module::Head, Role::FinalNorm).unwrap();
         assert!(values(norm, 7).iter().all(|v| *v == 1.0));
+    }
+
+    #[test]
+    fn rates_of_decay_are_logarithms_of_uniform_numbers() {
+        let table = TensorTable::new(&ModelShape::demo());
+        let spec = TensorSpec { init: Init::LogUniform { low: 0.01, high: 16.0 }, shape: vec![100_000], ..table.specs()[0].clone() };
+        let rates: Vec<f64> = values(&spec, 7).into_iter().map(|x| f64::from(x).exp()).collect();
+        assert!(rates.iter().all(|rate| (0.0099..16.001).contains(rate)));
+        let below = |bound: f64| rates.iter().filter(|rate| **rate < bound).count() as f64 / rates.len() as f64;
+        assert!([(2.0, 0.1245), (8.0, 0.4997), (14.0, 0.8749)].iter().all(|(bound, share)| (below(*bound) - share).abs() < 0.008));
+        let mut rest = vec![0.0; 100_000 - 10];
+        init_part(&spec, 7, 10, &mut rest);
+        assert!(rest == values(&spec, 7)[10..]);
     }
 
     #[test]

@@ -125,12 +125,24 @@ pub enum QkSpan {
     Whole,
 }
 
+/// Arithmetic between the projections of attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AttnKind {
+    /// Softmax of scores.
+    Softmax,
+    /// Softmax of scores; a gate, the sigmoid of a projection of the input, multiplies the output.
+    GatedSoftmax,
+    /// Gated delta rule after a short convolution, without scores; a gated norm of each head follows.
+    Delta,
+}
+
 /// Attention of one layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Attn {
-    /// Query heads, NH.
+    pub(crate) kind: AttnKind,
+    /// Query heads, NH; value heads with [`AttnKind::Delta`].
     pub heads: usize,
-    /// Key and value heads, NKV; divides `heads`.
+    /// Key and value heads, NKV, or heads of queries and keys with [`AttnKind::Delta`]; divides `heads`.
     pub kv_heads: usize,
     /// Channels of a head.
     pub head_dim: usize,
@@ -153,6 +165,31 @@ pub struct Attn {
 }
 
 impl Attn {
+    /// Whether the layer has a gated delta rule instead of scores.
+    pub(crate) fn is_delta(&self) -> bool {
+        self.kind == AttnKind::Delta
+    }
+
+    /// Columns of the gate of the output; 0 without one.
+    pub(crate) fn gate_cols(&self) -> usize {
+        if self.kind == AttnKind::Softmax { 0 } else { self.out_cols() }
+    }
+
+    /// Columns of the decay, and of the strength of updates, in a gated delta rule; 0 without one.
+    pub(crate) fn rule_cols(&self) -> usize {
+        if self.is_delta() { self.heads } else { 0 }
+    }
+
+    /// Log-sum-exps of a token; 0 without scores.
+    pub(crate) fn lse_cols(&self) -> usize {
+        if self.is_delta() { 0 } else { self.heads }
+    }
+
+    /// Columns of projections that a norm or a convolution changes before attention; 0 if attention reads the projections.
+    pub(crate) fn raw_qkv_cols(&self) -> usize {
+        if self.is_delta() || self.qk_norm.is_some() { self.qkv_cols() } else { 0 }
+    }
+
     /// Columns of the fused query, key and value: `(heads + 2 kv_heads) head_dim`.
     pub fn qkv_cols(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim

@@ -18,7 +18,10 @@ impl Model {
     pub(crate) fn prepare<D: Kernels>(&self, dev: &mut D) -> Result<()> {
         let (activations, dtype) = (&self.activations, self.weights.dtype());
         let documents = activations.documents;
-        (0..self.shape.layers.len()).try_for_each(|layer| dev.prepare_attention(self.heads_shape(layer), dtype, documents.is_some()))?;
+        self.shape.layers_with_scores().try_for_each(|layer| dev.prepare_attention(self.heads_shape(layer), dtype, documents.is_some()))?;
+        if let Some(delta) = self.shape.first_delta(activations.batch, activations.seq_length) {
+            dev.prepare_delta(delta, dtype)?;
+        }
         if activations.fp8.is_some() {
             dev.prepare_fp8()?;
         }

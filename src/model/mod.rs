@@ -7,9 +7,11 @@
 mod activation_arrays;
 pub(crate) mod activations;
 mod arithmetic;
+mod attn_gate;
 mod backward;
 mod config_json;
 pub(crate) mod correction;
+mod delta;
 mod expert_bounds;
 pub(crate) mod family;
 pub(crate) mod flops;

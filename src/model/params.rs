@@ -3,6 +3,7 @@
 use super::fp8::{Fp8Linear, LastWriter};
 use super::tensors::{Module, Role, TensorSpec, TensorTable};
 use crate::device::{DeviceSlice, ScaleCell};
+use std::ops::Range;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Param {
@@ -33,6 +34,15 @@ impl LinearParams {
     }
 }
 
+impl LinearParams {
+    /// Only these rows of the weight, for a layer without bias.
+    fn rows(&self, rows: Range<usize>) -> Self {
+        let slice = |all: DeviceSlice| all.slice(rows.start * self.in_cols, rows.len() * self.in_cols);
+        let Param { value, grad } = self.weight;
+        Self { weight: Param { value: slice(value), grad: slice(grad) }, out_cols: rows.len(), ..*self }
+    }
+}
+
 /// A norm: LayerNorm if it has a bias, otherwise RMSNorm.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NormParams {
@@ -51,6 +61,9 @@ pub(super) struct LayerParams {
     pub(crate) attn_norm: Option<NormParams>,
     pub(crate) post_attn_norm: Option<NormParams>,
     pub qkv: LinearParams,
+    /// Projection to the gate of attention's output.
+    pub(crate) attn_gate: Option<LinearParams>,
+    pub(crate) delta: Option<DeltaParams>,
     /// Norm weights of queries and of keys.
     pub qk_norm: Option<(Param, Param)>,
     pub(crate) attn_out: LinearParams,
@@ -64,6 +77,19 @@ pub(super) struct LayerParams {
     pub(crate) shared: Option<SharedParams>,
     pub(crate) mlp_in: LinearParams,
     pub(crate) mlp_out: LinearParams,
+}
+
+/// Tensors of a gated delta rule.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DeltaParams {
+    pub(crate) decay: LinearParams,
+    pub(crate) strength: LinearParams,
+    pub(crate) conv: Param,
+    /// Logarithm of the rate of decay.
+    pub(crate) rate: Param,
+    pub(crate) decay_bias: Param,
+    /// Weight of the gated norm.
+    pub(crate) norm: Param,
 }
 
 /// The shared expert of a layer.
@@ -96,10 +122,13 @@ impl Flat<'_> {
 
     pub(super) fn layer(&self, layer: usize) -> LayerParams {
         let module = Module::Layer(layer);
+        let (qkv, attn_gate) = self.qkv(module);
         LayerParams {
             attn_norm: self.norm(module, Role::AttnNorm, Role::AttnNormBias),
             post_attn_norm: self.norm(module, Role::PostAttnNorm, Role::PostAttnNormBias),
-            qkv: self.linear(module, Role::Qkv, Some(Role::QkvBias)),
+            qkv,
+            attn_gate,
+            delta: self.delta(module),
             qk_norm: self.find(module, Role::QNorm).zip(self.find(module, Role::KNorm)),
             attn_out: self.linear(module, Role::AttnOut, Some(Role::AttnOutBias)),
             sinks: self.find(module, Role::Sinks),
@@ -111,6 +140,26 @@ impl Flat<'_> {
             mlp_in: self.linear(module, Role::MlpIn, Some(Role::MlpInBias)),
             mlp_out: self.linear(module, Role::MlpOut, Some(Role::MlpOutBias)),
         }
+    }
+
+    /// The projections to queries, keys and values, and to the gate of attention's output.
+    fn qkv(&self, module: Module) -> (LinearParams, Option<LinearParams>) {
+        let all = self.linear(module, Role::Qkv, Some(Role::QkvBias));
+        match self.spec(module, Role::Qkv).gate_rows() {
+            0 => (all, self.table.find(module, Role::DeltaGate).map(|_| self.linear(module, Role::DeltaGate, None))),
+            gates => (all.rows(gates..all.out_cols), Some(all.rows(0..gates))),
+        }
+    }
+
+    fn delta(&self, module: Module) -> Option<DeltaParams> {
+        self.find(module, Role::DeltaConv).map(|conv| DeltaParams {
+            decay: self.linear(module, Role::DeltaDecay, None),
+            strength: self.linear(module, Role::DeltaStrength, None),
+            conv,
+            rate: self.expect(module, Role::DeltaRate),
+            decay_bias: self.expect(module, Role::DeltaDecayBias),
+            norm: self.expect(module, Role::DeltaNorm),
+        })
     }
 
     fn shared(&self, module: Module) -> Option<SharedParams> {

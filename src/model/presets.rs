@@ -9,8 +9,8 @@ use std::path::Path;
 /// Name and `config.json` of every preset. The sizes are those of the published `google/gemma-2-2b`, `google/gemma-2-9b`,
 /// `google/gemma-2-27b`, `google/gemma-3-1b-pt`, `microsoft/phi-4`, `ByteDance-Seed/Seed-OSS-36B-Base`, `meta-llama/Llama-3.1-70B`,
 /// `Qwen/Qwen3-VL-8B-Instruct`, `mistralai/Ministral-3-14B-Base-2512`, `mistralai/Mistral-Small-3.1-24B-Base-2503` and
-/// `google/gemma-3-27b-pt`; the other presets are published under their own names. Presets of multimodal models have the text part alone.
-pub const PRESETS: [(&str, &str); 20] = [
+/// `google/gemma-3-27b-pt`; the other presets are published under their own names, `qwen3.5-9b` as `Qwen/Qwen3.5-9B`. Presets of multimodal models have the text part alone.
+pub const PRESETS: [(&str, &str); 25] = [
     ("qwen3-4b", include_str!("presets/qwen3-4b.json")),
     ("llama-8b", include_str!("presets/llama-8b.json")),
     ("qwen3-14b", include_str!("presets/qwen3-14b.json")),
@@ -33,6 +33,11 @@ pub const PRESETS: [(&str, &str); 20] = [
     // The published file says nothing about a tie, and its class has one by default; its weights have an output matrix.
     ("mistral-small-24b", include_str!("presets/mistral-small-24b.json")),
     ("gemma-3-27b", include_str!("presets/gemma-3-27b.json")),
+    ("qwen3.5-0.8b", include_str!("presets/qwen3.5-0.8b.json")),
+    ("qwen3.5-4b", include_str!("presets/qwen3.5-4b.json")),
+    ("qwen3.5-9b", include_str!("presets/qwen3.5-9b.json")),
+    ("qwen3.5-27b", include_str!("presets/qwen3.5-27b.json")),
+    ("qwen3.5-35b-a3b", include_str!("presets/qwen3.5-35b-a3b.json")),
 ];
 
 /// Names of the presets, for messages.
@@ -115,6 +120,25 @@ mod tests {
         assert_eq!(shape(Path::new("ministral-3-14b")).unwrap().max_positions, 16_384);
     }
 
+    /// The parameters that transformers counts for these configurations.
+    #[test]
+    fn presets_with_gated_delta_rules_have_their_models_parameters() {
+        for (name, params, heads, tied) in [
+            ("qwen3.5-0.8b", 752_393_024, 16, true),
+            ("qwen3.5-4b", 4_205_751_296, 32, true),
+            ("qwen3.5-9b", 8_953_803_264, 32, false),
+            ("qwen3.5-27b", 26_895_998_464, 48, false),
+        ] {
+            let shape = shape(Path::new(name)).unwrap();
+            assert_eq!((TensorTable::new(&shape).params(), shape.tied), (params, tied), "{name}");
+            let kinds = shape.layers.iter().map(|layer| layer.attn.is_delta());
+            assert!(kinds.eq((1..=shape.layers.len()).map(|number| !number.is_multiple_of(4))), "{name}");
+            let (delta, attn) = (shape.layers[0].attn, shape.first_attention());
+            assert_eq!((delta.heads, delta.kv_heads, delta.head_dim, attn.head_dim), (heads, 16, 128, 256), "{name}");
+            assert_eq!((shape.ropes[0].rotary_dim, delta.rope, attn.rope), (64, None, Some(0)), "{name}");
+        }
+    }
+
     /// The parameters that transformers counts for these configurations, and the parameters that a token uses without the embedding.
     #[test]
     fn presets_with_experts_have_their_models_parameters_and_work() {
@@ -123,6 +147,7 @@ mod tests {
             ("gpt-oss-20b", 20_914_757_184, 3_607_142_400),
             ("qwen3-30b-a3b", 30_532_122_624, 3_041_656_832),
             ("mixtral-8x7b", 46_702_792_704, 12_748_587_008),
+            ("qwen3.5-35b-a3b", 34_660_610_688, 2_945_269_760),
         ] {
             let table = TensorTable::new(&shape(Path::new(name)).unwrap());
             assert_eq!((table.params(), table.matmul_params()), (params, taken), "{name}");

@@ -4,7 +4,7 @@ use super::family::Family;
 use super::heads::{HeadShare, SequenceRank};
 use super::layer_shape::{Attn, LayerShape, NormSpec};
 use crate::data::encode::media_token::MediaToken;
-use crate::device::AttentionShape;
+use crate::device::{AttentionShape, DeltaShape};
 use crate::dtype::Dtype;
 
 /// Factor on embeddings.
@@ -155,6 +155,37 @@ impl ModelShape {
     pub(crate) fn attention_of(&self, (batch, seq_length): (usize, usize), layer: usize, of: SequenceRank) -> AttentionShape {
         let HeadShare { heads, kv_heads } = HeadShare::of(&self.layers[layer].attn, of);
         AttentionShape { heads: heads.len(), kv_heads: kv_heads.len(), ..self.attention(batch, seq_length, layer) }
+    }
+
+    /// The gated delta rule of `layer` over `batch` sequences of `seq_length` tokens; `None` if the layer has scores.
+    ///
+    /// # Panics
+    /// If the model has no such layer.
+    pub(crate) fn delta(&self, batch: usize, seq_length: usize, layer: usize) -> Option<DeltaShape> {
+        let Attn { heads, kv_heads, head_dim, .. } = self.layers[layer].attn;
+        let shape = DeltaShape { batch, seq_length, key_heads: kv_heads, value_heads: heads, width: head_dim };
+        self.layers[layer].attn.is_delta().then_some(shape)
+    }
+
+    /// The gated delta rule of the first layer that has one; all have the same shape.
+    pub(crate) fn first_delta(&self, batch: usize, seq_length: usize) -> Option<DeltaShape> {
+        (0..self.layers.len()).find_map(|layer| self.delta(batch, seq_length, layer))
+    }
+
+    /// Attention of the first layer with scores; of the first layer if no layer has scores.
+    pub(crate) fn first_attention(&self) -> &Attn {
+        let mut all = self.layers.iter().map(|layer| &layer.attn);
+        all.find(|attn| !attn.is_delta()).unwrap_or(&self.layers[0].attn)
+    }
+
+    /// Layers with scores.
+    pub(crate) fn layers_with_scores(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.layers.len()).filter(|layer| !self.layers[*layer].attn.is_delta())
+    }
+
+    /// Whether some layer has a gated delta rule.
+    pub(crate) fn has_delta(&self) -> bool {
+        self.layers.iter().any(|layer| layer.attn.is_delta())
     }
 
     /// Number of experts in all layers.

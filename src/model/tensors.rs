@@ -3,8 +3,10 @@
 //! Weights, gradients, fp32 parameters and both moments use the same offsets. Tensors are ordered as their gradients become final, so that
 //! a contiguous bucket is complete early: [`Module::Head`], the last layer down to layer 0, [`Module::Embed`].
 
+mod delta;
+
 use super::family::{ExpertFiles, MoeNames, Names, Orientation, SharedNames};
-use super::layer_shape::{Attn, Ffn, LayerShape, Mlp, Moe, NormKind, NormSpec, QkSpan, SharedExpertShape};
+use super::layer_shape::{Attn, AttnKind, Ffn, LayerShape, Mlp, Moe, NormKind, NormSpec, QkSpan, SharedExpertShape};
 use super::shape::ModelShape;
 use crate::device::CORRECTION_PARTS;
 use std::fmt::Display;
@@ -45,7 +47,8 @@ pub enum Role {
     PostAttnNorm,
     /// Bias of the norm after attention `[channels]`.
     PostAttnNormBias,
-    /// Fused query, key and value rows `[(heads + 2 kv_heads) head_dim, channels]`.
+    /// Fused query, key and value rows `[(heads + 2 kv_heads) head_dim, channels]`. With a gated softmax, `heads head_dim` rows of gates
+    /// come first.
     Qkv,
     QkvBias,
     /// Norm of queries `[head_dim]` or `[heads head_dim]`.
@@ -54,6 +57,20 @@ pub enum Role {
     KNorm,
     /// Sink score of each query head `[heads]`.
     Sinks,
+    /// Gate of a gated delta rule's output `[heads head_dim, channels]`.
+    DeltaGate,
+    /// Decay of a gated delta rule `[heads, channels]`.
+    DeltaDecay,
+    /// Strength of a gated delta rule's updates `[heads, channels]`.
+    DeltaStrength,
+    /// Taps of the short convolution of queries, keys and values `[(heads + 2 kv_heads) head_dim, 4]`.
+    DeltaConv,
+    /// Logarithm of each head's rate of decay `[heads]`.
+    DeltaRate,
+    /// Bias of each head's decay `[heads]`.
+    DeltaDecayBias,
+    /// Weight of the gated norm of each head `[head_dim]`.
+    DeltaNorm,
     /// Output projection of attention `[channels, heads head_dim]`.
     AttnOut,
     /// Bias of the output projection `[channels]`.
@@ -107,6 +124,13 @@ impl Role {
             (Self::QkvBias, _) => "attn.qkv.bias",
             (Self::QNorm, _) => "attn.q_norm",
             (Self::KNorm, _) => "attn.k_norm",
+            (Self::DeltaGate, _) => "attn.gate",
+            (Self::DeltaDecay, _) => "attn.decay",
+            (Self::DeltaStrength, _) => "attn.strength",
+            (Self::DeltaConv, _) => "attn.conv",
+            (Self::DeltaRate, _) => "attn.rate",
+            (Self::DeltaDecayBias, _) => "attn.decay.bias",
+            (Self::DeltaNorm, _) => "attn.norm",
             (Self::AttnOut, _) => "attn.out",
             (Self::AttnOutBias, _) => "attn.out.bias",
             (Self::MlpNorm, _) => "mlp_norm",
@@ -143,6 +167,13 @@ pub(crate) enum Init {
     },
     Zeros,
     Ones,
+    /// Logarithm of a number between two bounds, all of which are equally likely.
+    LogUniform {
+        /// Lower bound.
+        low: f32,
+        /// Upper bound.
+        high: f32,
+    },
 }
 
 /// A Hugging Face tensor that contains some rows of one of the table's tensors.
@@ -162,9 +193,23 @@ pub struct HfPart {
     pub(crate) either_way: bool,
     /// Whether the table's tensor has the elements of the file as sums of [`super::correction::split`].
     pub(crate) split: bool,
+    /// Rows of a head, if rows of queries and of gates alternate in the file by head. The table has the gates of all heads, then the queries.
+    pub(crate) gated_heads: Option<usize>,
 }
 
 impl HfPart {
+    /// The file's tensor `name`, whose rows are those from `row_start` on.
+    fn plain(name: String, row_start: usize, rows: usize) -> Self {
+        Self { name, row_start, rows, transposed: false, stacked: None, either_way: false, split: false, gated_heads: None }
+    }
+
+    /// Row in the table's part of row `row` of the file's tensor.
+    pub(crate) fn table_row(&self, row: usize) -> usize {
+        let Some(head_dim) = self.gated_heads else { return row };
+        let (head, within, half) = (row / (2 * head_dim), row % (2 * head_dim), self.rows / 2);
+        if within < head_dim { half + head * head_dim + within } else { head * head_dim + within - head_dim }
+    }
+
     /// Number of matrices in this part, and rows of each.
     pub(crate) fn matrices(&self) -> (usize, usize) {
         let count = self.stacked.unwrap_or(1);
@@ -212,6 +257,11 @@ impl TensorSpec {
     /// Range in the flat range, without padding.
     pub fn range(&self) -> Range<usize> {
         self.offset_elems..self.offset_elems + self.elems()
+    }
+
+    /// Leading rows of gates in a projection to queries, keys and values; 0 without gates.
+    pub(super) fn gate_rows(&self) -> usize {
+        self.files.iter().filter(|file| file.gated_heads.is_some()).map(|file| file.rows / 2).sum()
     }
 
     /// Elements of one row: 1 for vectors.
@@ -372,7 +422,8 @@ impl TensorTable {
     /// The matrices `[out, in]` of the matrix products: see [`TensorTable::matmul_params`].
     pub(crate) fn product_matrices(&self) -> impl Iterator<Item = &TensorSpec> {
         let tied = self.find(Module::Head, Role::LmHead).is_none();
-        let counts = move |spec: &&TensorSpec| spec.shape.len() == 2 && spec.role != Role::Wpe && (tied || spec.role != Role::Wte);
+        let is_other = |spec: &TensorSpec| matches!(spec.role, Role::Wpe | Role::DeltaConv);
+        let counts = move |spec: &&TensorSpec| spec.shape.len() == 2 && !is_other(spec) && (tied || spec.role != Role::Wte);
         self.specs.iter().filter(counts)
     }
 }
@@ -398,7 +449,7 @@ impl TableBuilder<'_> {
             Module::Layer(layer) => format!("layers.{layer}.{}", role.name(self.gated(layer))),
             _ => role.name(false).to_string(),
         };
-        let decay = shape.len() == 2 || role == Role::Sinks;
+        let decay = shape.len() == 2 || matches!(role, Role::Sinks | Role::DeltaRate);
         let (index, offset_elems, experts) = (self.specs.len(), self.end, (1, 1));
         let spec = TensorSpec { index, name, role, module, shape, offset_elems, experts, decay, init, files, experts_path: None };
         self.end = (self.end + spec.elems()).next_multiple_of(TENSOR_ALIGN_ELEMS);
@@ -407,7 +458,7 @@ impl TableBuilder<'_> {
 
     /// A tensor that equals one Hugging Face tensor.
     fn whole(&mut self, module: Module, role: Role, shape: Vec<usize>, init: Init, name: String) {
-        let part = HfPart { name, row_start: 0, rows: shape[0], transposed: false, stacked: None, either_way: false, split: false };
+        let part = HfPart::plain(name, 0, shape[0]);
         self.push(module, role, shape, init, vec![part]);
     }
 
@@ -506,7 +557,7 @@ impl TableBuilder<'_> {
     }
 
     fn correction(&mut self, module: Module, experts: usize, name: String) {
-        let part = HfPart { name, row_start: 0, rows: experts, transposed: false, stacked: None, either_way: false, split: true };
+        let part = HfPart { split: true, ..HfPart::plain(name, 0, experts) };
         self.push(module, Role::Correction, vec![CORRECTION_PARTS * experts], Init::Zeros, vec![part]);
     }
 
@@ -543,8 +594,7 @@ impl TableBuilder<'_> {
         let (transposed, either_way) = (orientation == Orientation::Transposed, orientation == Orientation::ByShape);
         let mut stack = |roles: (Role, Role), name: &str, rows: usize, cols: usize| {
             let rows = experts * rows;
-            let vectors =
-                HfPart { name: at(name), row_start: 0, rows, transposed: false, stacked: Some(experts), either_way: false, split: false };
+            let vectors = HfPart { stacked: Some(experts), ..HfPart::plain(at(name), 0, rows) };
             self.push(module, roles.0, vec![rows, cols], init, vec![HfPart { transposed, either_way, ..vectors.clone() }]);
             if ffn.bias {
                 self.push(module, roles.1, vec![rows], Init::Zeros, vec![HfPart { name: at(&format!("{name}_bias")), ..vectors }]);
@@ -555,9 +605,20 @@ impl TableBuilder<'_> {
     }
 
     fn attention(&mut self, module: Module, LayerShape { attn, norm, .. }: LayerShape, at: impl Fn(&str) -> String) {
-        let (&Names { attn_norm, post_attn_norm, qkv, attn_out, .. }, channels) = (self.names, self.shape.channels);
+        let (&Names { attn_norm, post_attn_norm, .. }, norms) = (self.names, (Role::AttnNorm, Role::AttnNormBias));
         self.norm(module, norm, (Role::PostAttnNorm, Role::PostAttnNormBias), post_attn_norm.map(&at));
-        let Attn { heads, kv_heads, head_dim, qk_norm, qkv_bias, out_bias, sinks, .. } = attn;
+        if attn.is_delta() {
+            self.delta(module, attn, &at)
+        } else {
+            self.softmax(module, attn, norm, &at)
+        }
+        self.norm(module, norm, norms, attn_norm.map(&at));
+    }
+
+    /// Tensors of attention with scores, without the norms of the residual stream.
+    fn softmax(&mut self, module: Module, attn: Attn, norm: NormSpec, at: impl Fn(&str) -> String) {
+        let (&Names { qkv, attn_out, .. }, channels) = (self.names, self.shape.channels);
+        let Attn { kind, heads, kv_heads, head_dim, qk_norm, qkv_bias, out_bias, sinks, .. } = attn;
         let (q_rows, kv_rows) = (heads * head_dim, kv_heads * head_dim);
         let qkv_rows: &[usize] = if qkv.len() == 1 { &[q_rows + 2 * kv_rows] } else { &[q_rows, kv_rows, kv_rows] };
         let paths: Vec<String> = qkv.iter().map(|name| at(name)).collect();
@@ -572,8 +633,12 @@ impl TableBuilder<'_> {
             self.whole(module, Role::Sinks, vec![heads], self.matrix_init(), at("self_attn.sinks"));
         }
         let qkv_roles = (Role::Qkv, qkv_bias.then_some(Role::QkvBias));
-        self.linear(module, qkv_roles, &paths, qkv_rows, channels, self.matrix_init());
-        self.norm(module, norm, (Role::AttnNorm, Role::AttnNormBias), attn_norm.map(&at));
+        if kind != AttnKind::GatedSoftmax {
+            return self.linear(module, qkv_roles, &paths, qkv_rows, channels, self.matrix_init());
+        }
+        let mut files = in_a_row(&paths, "weight", &[2 * q_rows, kv_rows, kv_rows], false);
+        files[0].gated_heads = Some(head_dim);
+        self.push(module, Role::Qkv, vec![2 * (q_rows + kv_rows), channels], self.matrix_init(), files);
     }
 
     fn embed(&mut self) {
@@ -591,7 +656,7 @@ fn in_a_row(paths: &[impl Display], suffix: &str, rows: &[usize], transposed: bo
     let mut end = 0;
     let file = |(path, &rows)| {
         end += rows;
-        HfPart { name: format!("{path}.{suffix}"), row_start: end - rows, rows, transposed, stacked: None, either_way: false, split: false }
+        HfPart { transposed, ..HfPart::plain(format!("{path}.{suffix}"), end - rows, rows) }
     };
     paths.iter().zip(rows).map(file).collect()
 }
@@ -602,7 +667,7 @@ fn norm_init(norm: NormSpec) -> Init {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::family::Family;
     use super::*;
     use std::path::Path;
@@ -616,10 +681,14 @@ mod tests {
         config.to_string()
     }
 
-    fn shape(architecture: &str) -> ModelShape {
+    pub(super) fn shape(architecture: &str) -> ModelShape {
         let spec = Family::find(architecture).unwrap().spec();
         let more = match spec.moe {
             None if spec.scales_queries => r#", "rope_scaling": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}"#,
+            None if spec.delta => {
+                r#", "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+                "full_attention_interval": 2"#
+            }
             None => "",
             Some(_) => {
                 r#", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1,
@@ -679,6 +748,7 @@ mod tests {
             (part.name.clone(), spec.part_shape(&part))
         };
         assert_eq!(part("LlamaForCausalLM", Role::Qkv, 1), ("model.layers.1.self_attn.k_proj.weight".into(), vec![16, 32]));
+        assert_eq!(part("Qwen3_5ForCausalLM", Role::Qkv, 0), ("model.layers.1.self_attn.q_proj.weight".into(), vec![64, 32]));
         assert_eq!(part("LlamaForCausalLM", Role::MlpIn, 0), ("model.layers.1.mlp.gate_proj.weight".into(), vec![40, 32]));
         assert_eq!(part("Phi3ForCausalLM", Role::Qkv, 0), ("model.layers.1.self_attn.qkv_proj.weight".into(), vec![64, 32]));
         assert_eq!(part("GPT2LMHeadModel", Role::Qkv, 0), ("transformer.h.1.attn.c_attn.weight".into(), vec![32, 96]));

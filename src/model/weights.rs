@@ -109,7 +109,7 @@ pub(crate) fn position(spec: &TensorSpec, part: &HfPart, i: usize) -> usize {
     let (cols, (_, rows)) = (spec.row_elems(), part.matrices());
     let (matrix, i) = (i / (rows * cols) * rows, i % (rows * cols));
     match part.transposed {
-        false => (part.row_start + matrix) * cols + i,
+        false => (part.row_start + matrix + part.table_row(i / cols)) * cols + i % cols,
         true => (part.row_start + matrix + i % rows) * cols + i / rows,
     }
 }

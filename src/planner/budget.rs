@@ -15,7 +15,6 @@ use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
 use crate::model::activations::{ActivationPlan, LossTile, MicroBatch, bounds_elems};
 use crate::model::head_rows;
 use crate::model::heads::SequenceRank;
-use crate::model::layer_shape::LayerShape;
 use crate::model::policy::LayerPolicy;
 use crate::model::segments::{BoundarySizes, LayerSegments};
 use crate::model::shape::ModelShape;
@@ -328,28 +327,30 @@ impl Workload<'_> {
             class("timeline", MemorySpace::Host, (self.site.threads + driver_tracks(ranks)) * self.site.trace_spans * size_of::<Span>()),
             class("data", MemorySpace::Host, self.site.data_bytes),
         ];
-        let own = self.site.machine.kind.own_memory(
-            self.recipe.numerics.attention,
-            &self.attention_shapes(),
-            None,
-            self.recipe.separates_documents(),
-        );
         let pinned = bytes_at(&classes, MemorySpace::Host) as usize;
         classes.push(class("lists of pinned pages", MemorySpace::Host, ranks * self.site.machine.kind.page_list_bytes(pinned)));
         classes.extend(self.requested_copies_classes(layout));
         // Each rank has its own context, and each process pays its host memory once.
         let count = |space| if space == MemorySpace::Device { ranks } else { self.site.processes };
-        classes.extend(own.into_iter().map(|own| class(own.name, own.space, count(own.space) * own.bytes)));
+        classes.extend(self.own_memory().into_iter().map(|own| class(own.name, own.space, count(own.space) * own.bytes)));
         classes.retain(|class| class.bytes > 0);
         classes
     }
 
-    /// The distinct attention shapes of the layers, that of the first layer first. They are those of the first rank, which has at least as
+    /// The device's own memory on one rank.
+    fn own_memory(&self) -> Vec<MemoryClass> {
+        let StepShape { micro_batch, seq_length, .. } = self.recipe.step;
+        let (attention, delta) = (self.attention_shapes(), self.shape().first_delta(micro_batch, seq_length));
+        self.site.machine.kind.own_memory(self.recipe.numerics.attention, &attention, delta.as_ref(), self.recipe.separates_documents())
+    }
+
+    /// The distinct attention shapes of the layers, that of the first layer with scores first. They are those of the first rank, which has at least as
     /// many heads as any other rank.
     pub(crate) fn attention_shapes(&self) -> Vec<AttentionShape> {
         let first = SequenceRank { rank: 0, ranks: self.recipe.step.sequence_ranks };
         let (mut shapes, mut attentions) = (Vec::new(), Vec::new());
-        for (layer, LayerShape { attn, .. }) in self.shape().layers.iter().enumerate() {
+        for layer in self.shape().layers_with_scores() {
+            let attn = &self.shape().layers[layer].attn;
             // Shapes are computed for few layers, because the planner asks for them often.
             if attentions.contains(&attn) {
                 continue;

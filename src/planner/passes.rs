@@ -93,13 +93,13 @@ impl PassRunner for Mirrored<'_> {
     }
 }
 
-/// Seconds of attention's forward pass in a mean layer, with the head count of the first rank.
+/// Seconds of attention's forward pass in a mean layer, with the head count of the first rank. Gated delta rules take little of it.
 fn attention_s(workload: &Workload) -> f64 {
     let (shape, StepShape { micro_batch: batch, seq_length, sequence_ranks: ranks, .. }) = (workload.shape(), workload.recipe.step);
     let layers = shape.layers.len();
     let first = SequenceRank { rank: 0, ranks };
     let rates = &workload.site.machine.rates;
-    let seconds: f64 = (0..layers).map(|layer| shape.attention_of((batch, seq_length), layer, first).forward_s(rates)).sum();
+    let seconds: f64 = shape.layers_with_scores().map(|layer| shape.attention_of((batch, seq_length), layer, first).forward_s(rates)).sum();
     seconds / layers as f64
 }
 

@@ -141,7 +141,10 @@ fn recipe(request: &Request, protocol: &Protocol, (kind, experts): (DeviceKind, 
         long_sums: request.kernels.long_sums.unwrap_or(if kind == DeviceKind::Gpu { LongSums::Slices } else { LongSums::Library }),
         head_rows: request.kernels.head_rows.resolve(),
         loss_tile: request.kernels.loss_tile.unwrap_or(LossTile { rows: tokens.max(1), vocab: shape.vocab, tail: 0 }),
-        attention_block: attention.block(&shape.attention_of((step.micro_batch, step.seq_length), 0, first)),
+        attention_block: shape
+            .layers_with_scores()
+            .next()
+            .and_then(|layer| attention.block(&shape.attention_of((step.micro_batch, step.seq_length), layer, first))),
         mlp_tile: mlp_tile::tile_tokens(tokens, fp8),
         device: kind,
         sum_block: (kind == DeviceKind::Cpu).then_some(SUM_BLOCK),

@@ -496,12 +496,12 @@ fn model_place(settings: &Settings) -> String {
 /// Place, architecture and size of the model, and the format that it computes in.
 fn describe_model(settings: &Settings, plan: &Plan, shape: &ModelShape) -> String {
     let (from, params, dtype) = (printable(model_place(settings)), Count(plan.params()), plan.recipe.numerics.dtype);
-    let (ModelShape { channels, vocab, layers, .. }, Attn { heads, kv_heads, .. }) = (shape, shape.layers[0].attn);
+    let (ModelShape { channels, vocab, layers, .. }, Attn { heads, kv_heads, .. }) = (shape, shape.first_attention());
     let (architecture, layers) = (shape.family.architecture(), layers.len());
     format!(
         "{from}: {architecture}, {params} parameters in {dtype}; {} of {channels}, {} ({kv_heads} kv), vocabulary {vocab}",
         counted(layers, "layer"),
-        counted(heads, "head")
+        counted(*heads, "head")
     )
 }
 

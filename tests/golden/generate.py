@@ -1,6 +1,6 @@
 """Writes the golden values of tests/parity.rs: tiny random models of every family, trained for ten steps by PyTorch.
 
-Made with torch 2.15.0, transformers 5.23.0 (ministral3, glm4_moe, dots1, qwen2_moe, qwen3_weighted: 5.24.0) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
+Made with torch 2.15.0, transformers 5.23.0 (ministral3, glm4_moe, dots1, qwen2_moe, qwen3_weighted, qwen3_5, qwen3_5_moe: 5.24.0) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
 
     python generate.py [FAMILY...]
 
@@ -8,6 +8,7 @@ Each family gets a Hugging Face directory (config.json and model.safetensors, fo
 golden.safetensors:
     tokens, targets     int32 [steps, batch, sequence]
     weights             float32 [steps, batch, sequence], of the targets, in weighted families
+    documents           int32 [steps, batch, sequence], where in its row each token's document begins, in packed families
     logits              float32 [batch, sequence, vocabulary], before the first step
     loss, grad_norm     float64 [steps], at the start of each step; the norm before clipping
     final.NAME          float32, each parameter after the last step
@@ -17,6 +18,7 @@ import json
 import pathlib
 import sys
 import tempfile
+import types
 
 import torch
 import transformers
@@ -160,6 +162,27 @@ FAMILIES = {
 }
 
 
+# Outputs of a delta rule may be tiny, and their norm divides them by their length: with a small epsilon, rounding alone moves the norm of
+# torch's float32 gradients by 1e-5 and more.
+DELTA_EPSILON = 0.1
+# Two layers with a gated delta rule, then attention with a gate. A quarter of the channels of a head rotate.
+FAMILIES["qwen3_5"] = transformers.Qwen3_5TextConfig(
+    **dict(SIZES, num_hidden_layers=3), **COMMON, num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=8, linear_value_head_dim=8, layer_types=["linear_attention", "linear_attention", "full_attention"],
+    rms_norm_eps=DELTA_EPSILON, rope_parameters=dict(plain_rope(1000.0), partial_rotary_factor=0.25),
+)
+# The same beside experts: two of six, and a shared expert with a gate.
+FAMILIES["qwen3_5_moe"] = transformers.Qwen3_5MoeTextConfig(
+    **{key: value for key, value in SIZES.items() if key not in ("intermediate_size", "num_hidden_layers")}, **COMMON, num_hidden_layers=2,
+    num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    layer_types=["linear_attention", "full_attention"], moe_intermediate_size=12, shared_expert_intermediate_size=20, num_experts=6,
+    num_experts_per_tok=2, rms_norm_eps=DELTA_EPSILON, rope_parameters=dict(plain_rope(1000.0), partial_rotary_factor=0.25),
+)
+# Lengths of documents in rows of packed families, row by row in turn. Each document runs alone: transformers' delta rule in plain torch
+# ignores where documents begin.
+PACKED = {"qwen3_5_packed": [[130], [1, 63, 64, 2], [65, 65], [66, 64]]}
+FAMILIES["qwen3_5_packed"] = FAMILIES["qwen3_5"]
+
 # Multiples of 1/4096, some of them 0 and 1, weigh the targets of these families.
 WEIGHTED = {"qwen3_weighted"}
 FAMILIES["qwen3_weighted"] = FAMILIES["qwen3"]
@@ -169,13 +192,20 @@ BALANCE = {"qwen3_moe_balanced": 2.0}
 
 def randomize(model, generator):
     """Norms off one and biases off zero, so that each of them matters."""
+    centred = [name for name, module in model.named_modules() if type(module).__name__ in ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1 and not name.endswith("bias"):
+            if name.endswith("A_log"):
+                # Some heads forget within a few tokens, others remember for hundreds.
+                parameter.copy_(-2.0 + 1.5 * noise)
+            elif name.endswith("conv1d.weight"):
+                parameter.copy_(0.35 * noise)
+            elif parameter.dim() > 1 and not name.endswith("bias"):
                 parameter.copy_(0.2 * noise)
             else:
-                parameter.copy_((0.0 if name.endswith("bias") else 1.0) + 0.2 * noise)
+                at_zero = name.endswith("bias") or name.removesuffix(".weight") in centred
+                parameter.copy_((0.0 if at_zero else 1.0) + 0.2 * noise)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
@@ -244,13 +274,21 @@ def weighted_mean(logits, targets, weights):
     return (weights.flatten() * losses).sum() / weights.sum()
 
 
-def train(model, tokens, targets, weights, balance):
+def run(model, tokens, lengths, balance):
+    """The output for rows of tokens; of rows with documents of these lengths, the logits alone."""
+    if lengths is None:
+        return model(input_ids=tokens.long(), **(dict(output_router_logits=True) if balance else {}))
+    rows = [torch.cat([model(input_ids=part[None].long()).logits[0] for part in row.split(of)]) for row, of in zip(tokens, lengths)]
+    return types.SimpleNamespace(logits=torch.stack(rows))
+
+
+def train(model, tokens, targets, weights, balance, lengths=None):
     """With the loss that balances experts, times this factor, in the gradients but not in the losses."""
     watch_routers(model)
     optimizer = torch.optim.AdamW(decay_groups(model), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=EPSILON, foreach=False)
     losses, norms, first_logits = [], [], None
     for step in range(STEPS):
-        output = model(input_ids=tokens[step].long(), **(dict(output_router_logits=True) if balance else {}))
+        output = run(model, tokens[step], lengths and lengths[step], balance)
         logits = output.logits
         first_logits = logits.detach().clone() if first_logits is None else first_logits
         if weights is None:
@@ -268,6 +306,11 @@ def train(model, tokens, targets, weights, balance):
     return first_logits, losses, norms
 
 
+def starts(lengths):
+    """Where in its row each token's document begins."""
+    return [sum(lengths[:nth]) for nth, length in enumerate(lengths) for _ in range(length)]
+
+
 def generate(family, root):
     directory = root / family
     directory.mkdir(exist_ok=True)
@@ -277,7 +320,9 @@ def generate(family, root):
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation="eager").float().eval()
     randomize(model, generator)
     save(model, family, directory)
-    text = torch.randint(0, 64, (STEPS, BATCH, SEQUENCE + 1), generator=generator, dtype=torch.int32)
+    lengths = PACKED.get(family)
+    sequence = sum(lengths[0]) if lengths else SEQUENCE
+    text = torch.randint(0, 64, (STEPS, BATCH, sequence + 1), generator=generator, dtype=torch.int32)
     tokens, targets = text[..., :-1].contiguous(), text[..., 1:].contiguous()
     weights = None
     if family in WEIGHTED:
@@ -286,8 +331,12 @@ def generate(family, root):
     # The saved directory is what gets trained: it must hold everything.
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
     balance = BALANCE.get(family, 0.0)
-    logits, losses, norms = train(model, tokens, targets, weights, balance)
+    if lengths:
+        lengths = [[lengths[(step * BATCH + row) % len(lengths)] for row in range(BATCH)] for step in range(STEPS)]
+    logits, losses, norms = train(model, tokens, targets, weights, balance, lengths)
     golden = dict(tokens=tokens, targets=targets, logits=logits)
+    if lengths:
+        golden["documents"] = torch.tensor([[starts(row) for row in rows] for rows in lengths], dtype=torch.int32)
     if weights is not None:
         golden["weights"] = weights
     golden |= dict(loss=torch.tensor(losses, dtype=torch.float64), grad_norm=torch.tensor(norms, dtype=torch.float64))

@@ -25,7 +25,8 @@ SIGLIP = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_att
 PIXTRAL = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4, head_dim=8)
 QWEN = dict(depth=1, num_heads=2, patch_size=4, spatial_merge_size=2)
 MROPE = dict(rope_type="default", rope_theta=1000.0, mrope_section=[1, 1, 2])
-TOWERS = ("visual.", "vision_tower.", "multi_modal_projector.")
+# Tensors that are not trained: towers, and layers that predict further tokens.
+TOWERS = ("visual.", "vision_tower.", "multi_modal_projector.", "mtp.")
 
 FAMILIES = {
     "gemma3_vision": lambda: transformers.Gemma3Config(
@@ -76,7 +77,30 @@ QWEN3_VL_MOE = dict(
 FAMILIES |= {
     "qwen3_vl_moe": lambda: transformers.Qwen3VLMoeConfig(**copy.deepcopy(QWEN3_VL_MOE)),
     "qwen3_vl_moe_4_57": lambda: transformers.Qwen3VLMoeConfig(**copy.deepcopy(QWEN3_VL_MOE)),
+    "qwen3_5_vision": lambda: transformers.Qwen3_5Config(
+        text_config=dict(
+            TEXT, num_hidden_layers=3, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+            linear_value_head_dim=8, layer_types=["linear_attention", "linear_attention", "full_attention"],
+            rope_parameters=dict(MROPE, mrope_section=[1, 1, 0], mrope_interleaved=True, partial_rotary_factor=0.25),
+            rms_norm_eps=generate.DELTA_EPSILON,
+        ),
+        vision_config=dict(QWEN, hidden_size=16, intermediate_size=20, out_hidden_size=32, num_position_embeddings=16),
+        tie_word_embeddings=True, **TOKENS,
+    ),
 }
+
+
+QWEN3_5_MOE_TEXT = {key: value for key, value in TEXT.items() if key not in ("intermediate_size", "num_hidden_layers")}
+FAMILIES["qwen3_5_moe_vision"] = lambda: transformers.Qwen3_5MoeConfig(
+    text_config=dict(
+        QWEN3_5_MOE_TEXT, num_hidden_layers=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"], moe_intermediate_size=12,
+        shared_expert_intermediate_size=20, num_experts=6, num_experts_per_tok=2,
+        rope_parameters=dict(MROPE, mrope_section=[1, 1, 0], mrope_interleaved=True, partial_rotary_factor=0.25),
+        rms_norm_eps=generate.DELTA_EPSILON,
+    ),
+    vision_config=dict(QWEN, hidden_size=16, intermediate_size=20, out_hidden_size=32, num_position_embeddings=16), **TOKENS,
+)
 
 
 def is_of_tower(name):
@@ -136,6 +160,28 @@ def moe_of_4_57(config):
     text |= dict(rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
 
 
+def published_qwen3_5(tensors):
+    """With a layer that predicts further tokens; neither it nor the tower has the format of the text part."""
+    layer = {"mtp.fc.weight": torch.arange(32 * 64).reshape(32, 64) / 4096, "mtp.norm.weight": torch.ones(32)}
+    return {name: tensor.bfloat16() if is_of_tower(name) else tensor for name, tensor in (tensors | layer).items()}
+
+
+def stacked_experts(tensors):
+    """As published: one tensor for all first matrices of a layer, and one for all second matrices."""
+    first, rest = {}, {}
+    for name, tensor in tensors.items():
+        if ".mlp.experts." not in name:
+            rest[name] = tensor
+            continue
+        path, expert, kind, _ = name.rsplit(".", 3)
+        first.setdefault(path, {}).setdefault(int(expert), {})[kind] = tensor
+    for path, experts in first.items():
+        in_order = [experts[expert] for expert in sorted(experts)]
+        rest[f"{path}.gate_up_proj"] = torch.stack([torch.cat([each["gate_proj"], each["up_proj"]]) for each in in_order])
+        rest[f"{path}.down_proj"] = torch.stack([each["down_proj"] for each in in_order])
+    return rest
+
+
 def tower_in_bfloat16(tensors):
     return {name: tensor.bfloat16() if is_of_tower(name) else tensor for name, tensor in tensors.items()}
 
@@ -146,6 +192,8 @@ EDITS = {
     "qwen2_vl": dict(tensors=layout_of_4_52),
     "qwen2_5_vl": dict(config=flat),
     "qwen3_vl": dict(tensors=tower_in_bfloat16),
+    "qwen3_5_vision": dict(tensors=published_qwen3_5),
+    "qwen3_5_moe_vision": dict(tensors=stacked_experts),
     "qwen3_vl_moe_4_57": dict(config=moe_of_4_57, tensors=transposed_experts),
 }
 
@@ -171,7 +219,7 @@ def write(family, root):
     text = torch.randint(0, 60, (generate.STEPS, generate.BATCH, generate.SEQUENCE + 1), generator=generator, dtype=torch.int32)
     tokens, targets = text[..., :-1].contiguous(), text[..., 1:].contiguous()
     model = load(directory)
-    logits, losses, norms = generate.train(model, tokens, targets, 0.0)
+    logits, losses, norms = generate.train(model, tokens, targets, None, 0.0)
     golden = dict(tokens=tokens, targets=targets, logits=logits)
     golden |= dict(loss=torch.tensor(losses, dtype=torch.float64), grad_norm=torch.tensor(norms, dtype=torch.float64))
     golden |= {f"final.{name}": tensor for name, tensor in generate.saved(model).items() if not is_of_tower(name)}

@@ -10,7 +10,7 @@ use std::mem::MaybeUninit;
 /// Operations that a stream holds before the driver has to wait: few under loom, which explores all orders.
 pub(super) const QUEUE_OPS: usize = if cfg!(loom) { 2 } else { 1024 };
 /// Maximum size of a closure's captured values, in words.
-const CAPTURE_WORDS: usize = 32;
+const CAPTURE_WORDS: usize = 48;
 /// Value of [`OpQueue::awaited`] when the stream waits for no other stream.
 const NOTHING: u64 = u64::MAX;
 

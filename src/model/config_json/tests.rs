@@ -61,6 +61,48 @@ fn families_differ_as_in_transformers() {
     assert_eq!(windows_of(with("MistralForCausalLM", json!({"sliding_window": null}))), [None; 3]);
 }
 
+#[test]
+fn gated_delta_rules_match_the_family_s_row_and_other_forms_are_refused() {
+    let read = |changes: Value| {
+        let mut all = json!({"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 5});
+        changes.as_object().into_iter().flatten().for_each(|(key, value)| all[key] = value.clone());
+        with("Qwen3_5ForCausalLM", all)
+    };
+    let kinds = |changes: Value| read(changes).unwrap().layers.iter().map(|layer| layer.attn.kind).collect::<Vec<_>>();
+    use AttnKind::{Delta, GatedSoftmax};
+    assert_eq!(kinds(json!({})), [Delta; 3]);
+    assert_eq!(kinds(json!({"full_attention_interval": 2})), [Delta, GatedSoftmax, Delta]);
+    assert_eq!(
+        kinds(json!({"layer_types": ["full_attention", "linear_attention", "full_attention"]})),
+        [GatedSoftmax, Delta, GatedSoftmax]
+    );
+    let shape = read(json!({"full_attention_interval": 3})).unwrap();
+    let [delta, attn] = [0, 2].map(|layer| shape.layers[layer].attn);
+    assert_eq!((delta.heads, delta.kv_heads, delta.head_dim, delta.qkv_cols(), delta.out_cols()), (6, 2, 5, 50, 30));
+    assert_eq!((delta.qk_norm, delta.rope, delta.lse_cols(), delta.rule_cols()), (None, None, 0, 6));
+    assert_eq!((attn.qk_norm, attn.rope, attn.gate_cols(), attn.rule_cols()), (Some(QkSpan::Head), Some(0), 32, 0));
+    assert_eq!((shape.ropes[0].rotary_dim, shape.layers[0].norm.plus_one, shape.first_attention().kind), (2, true, GatedSoftmax));
+    let defaults = with("Qwen3_5ForCausalLM", json!({})).unwrap().layers[0].attn;
+    assert_eq!((defaults.heads, defaults.kv_heads, defaults.head_dim), (32, 16, 128));
+    for (key, value, cause) in [
+        ("linear_conv_kernel_dim", json!(3), "linear_conv_kernel_dim = 3 (only 4 is supported)"),
+        ("attention_bias", json!(true), "attention_bias = true (only false is supported)"),
+        ("attn_output_gate", json!(false), "attn_output_gate = false (only true is supported)"),
+        ("output_gate_type", json!("sigmoid"), "output_gate_type = \"sigmoid\" (only swish is supported)"),
+        ("hidden_act", json!("gelu_pytorch_tanh"), "hidden_act = \"gelu_pytorch_tanh\""),
+        ("linear_value_head_dim", json!(6), "linear_value_head_dim = 6 (only the 5 of linear_key_head_dim is supported)"),
+        ("linear_num_key_heads", json!(4), "linear_num_key_heads: 4 does not divide the 6 of linear_num_value_heads"),
+        ("linear_num_value_heads", json!(1 << 24), "are more than 16777216 channels"),
+        ("layer_types", json!(["full_attention"]), "layer_types: expected a list of 3 layer types"),
+        ("layer_types", json!(["full_attention", "linear_attention", "sliding_attention"]), "known: full_attention, linear_attention"),
+        ("num_experts", json!(4), "num_experts = 4"),
+        ("quantization_config", json!({"quant_method": "fp8"}), "-BF16"),
+    ] {
+        let message = error(read(json!({key: value})));
+        assert!(message.contains(cause), "{message}");
+    }
+}
+
 /// A model of three layers with eight experts each and two experts per token.
 fn experts(architecture: &str, changes: Value) -> Result<ModelShape> {
     let mut all = json!({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12});

@@ -6,20 +6,23 @@ use crate::model::layer_shape::Moe;
 use crate::model::shape::RopeScaling;
 use serde_json::json;
 
-const NESTED: [(&str, &str); 6] = [
+const NESTED: [(&str, &str); 8] = [
     ("Gemma3ForConditionalGeneration", "gemma3_text"),
     ("Mistral3ForConditionalGeneration", "mistral"),
     ("Qwen2VLForConditionalGeneration", "qwen2_vl_text"),
     ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text"),
     ("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
     ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text"),
+    ("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+    ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
 ];
 
 fn text(architecture: &str) -> Value {
     let mut keys = json!({"vocab_size": 64, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-6});
     if architecture.contains("Moe") {
-        let experts = json!({"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": true});
+        let experts = json!({"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": true,
+            "shared_expert_intermediate_size": 20});
         keys.as_object_mut().unwrap().extend(experts.as_object().unwrap().clone());
     }
     keys
@@ -42,8 +45,16 @@ fn error(shape: Result<ModelShape>) -> String {
 
 #[test]
 fn a_nested_configuration_is_that_of_the_text_model() {
-    let alone =
-        ["Gemma3ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"];
+    let alone = [
+        "Gemma3ForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+    ];
     for ((architecture, model_type), alone) in NESTED.into_iter().zip(alone) {
         let rope = json!({"rope_theta": 5e4, "tie_word_embeddings": false, "model_type": model_type});
         let shape = read(architecture, json!({}), rope.clone()).unwrap();
@@ -128,7 +139,7 @@ fn ties_are_read_at_the_top_then_nested_then_from_the_class() {
         let level = |tied: Option<bool>| tied.map_or(json!({}), |tied| json!({"tie_word_embeddings": tied}));
         read(architecture, level(top), level(nested)).unwrap().tied
     };
-    for ((architecture, _), default) in NESTED.into_iter().zip([true, true, false, false, false, false]) {
+    for ((architecture, _), default) in NESTED.into_iter().zip([true, true, false, false, false, false, false, false]) {
         assert_eq!(tied(architecture, None, None), default, "{architecture}");
         for value in [true, false] {
             assert_eq!(tied(architecture, None, Some(value)), value, "{architecture}");

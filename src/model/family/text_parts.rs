@@ -5,8 +5,8 @@
 //! them, in any division of the channels.
 
 use super::{
-    ExpertFiles, ExpertLayers, FamilySpec, GEMMA_NAMES, GEMMA3, LLAMA_EXPERTS, LLAMA_NAMES, MINISTRAL3, MISTRAL, MoeNames, MoeSpec, Names,
-    Orientation, Presence, QWEN2, QWEN3, QWEN3_MOE, STACKED, WindowRule,
+    ExpertFiles, ExpertLayers, FamilySpec, GATED_EXPERT, GEMMA_NAMES, GEMMA3, LLAMA_EXPERTS, LLAMA_NAMES, MINISTRAL3, MISTRAL, MoeNames,
+    MoeSpec, Names, Orientation, Presence, QWEN2, QWEN3, QWEN3_MOE, QWEN35, QWEN35_MOE, STACKED, SharedWidth, WindowRule,
 };
 use crate::model::text_part::{Layout, TextPart};
 
@@ -26,12 +26,21 @@ const INSIDE_NAMES: Names = Names { prefix: INSIDE.prefix, head: INSIDE.head, ..
 
 const TOWER_AND_PROJECTOR: &[&str] = &["vision_tower.", "multi_modal_projector."];
 const VISUAL: &[&str] = &["visual."];
+/// The tower, and layers that predict further tokens.
+const VISUAL_AND_MTP: &[&str] = &["visual.", "mtp."];
 
 const QWEN_MEDIA: &[(&[&str], u32)] = &[
     (&["image_token_id"], 151_655),
     (&["video_token_id"], 151_656),
     (&["vision_start_token_id"], 151_652),
     (&["vision_end_token_id"], 151_653),
+];
+
+const QWEN35_MEDIA: &[(&[&str], u32)] = &[
+    (&["image_token_id"], 248_056),
+    (&["video_token_id"], 248_057),
+    (&["vision_start_token_id"], 248_053),
+    (&["vision_end_token_id"], 248_054),
 ];
 
 const QWEN2_VL: TextPart = TextPart {
@@ -79,7 +88,7 @@ const MINISTRAL3_PART: TextPart = TextPart {
 pub(super) static OTHER_DECODERS: [FamilySpec; 1] =
     [FamilySpec { architecture: MISTRAL3, names: &OUTSIDE_NAMES, tied: true, text_part: Some(MINISTRAL3_PART), ..MINISTRAL3 }];
 
-pub(super) static ROWS: [FamilySpec; 6] = [
+pub(super) static ROWS: [FamilySpec; 8] = [
     FamilySpec {
         architecture: "Gemma3ForConditionalGeneration",
         names: &OUTSIDE_GEMMA_NAMES,
@@ -158,6 +167,65 @@ pub(super) static ROWS: [FamilySpec; 6] = [
             media: QWEN_MEDIA,
         }),
         ..QWEN3
+    },
+    FamilySpec {
+        architecture: "Qwen3_5ForConditionalGeneration",
+        names: &INSIDE_NAMES,
+        text_part: Some(TextPart {
+            may_be_flat: false,
+            model_types: &["qwen3_5_text"],
+            defaults: &[
+                ("vocab_size", 248_320.0),
+                ("hidden_size", 4096.0),
+                ("intermediate_size", 12_288.0),
+                ("num_hidden_layers", 32.0),
+                ("num_attention_heads", 16.0),
+                ("num_key_value_heads", 4.0),
+                ("head_dim", 256.0),
+                ("max_position_embeddings", 32_768.0),
+                ("rms_norm_eps", 1e-6),
+            ],
+            layouts: INSIDE_FIRST,
+            carried: VISUAL_AND_MTP,
+            media: QWEN35_MEDIA,
+        }),
+        ..QWEN35
+    },
+    FamilySpec {
+        architecture: "Qwen3_5MoeForConditionalGeneration",
+        names: &INSIDE_NAMES,
+        moe: Some(MoeSpec {
+            names: MoeNames { files: ExpertFiles::Stacked(STACKED, Orientation::ByShape), shared: Some(GATED_EXPERT), ..LLAMA_EXPERTS },
+            width: "moe_intermediate_size",
+            renormalised: Presence::Always,
+            layers: ExpertLayers::All,
+            sigmoid: false,
+            shared: Some(SharedWidth::Key("shared_expert_intermediate_size")),
+            is_gpt_oss: false,
+        }),
+        text_part: Some(TextPart {
+            may_be_flat: false,
+            model_types: &["qwen3_5_moe_text"],
+            defaults: &[
+                ("vocab_size", 248_320.0),
+                ("hidden_size", 2048.0),
+                ("num_hidden_layers", 40.0),
+                ("num_attention_heads", 16.0),
+                ("num_key_value_heads", 2.0),
+                ("head_dim", 256.0),
+                ("max_position_embeddings", 32_768.0),
+                ("rms_norm_eps", 1e-6),
+                ("moe_intermediate_size", 512.0),
+                ("shared_expert_intermediate_size", 512.0),
+                ("num_experts_per_tok", 8.0),
+                // The second name, so that it counts only where the first is missing, too.
+                ("num_local_experts", 256.0),
+            ],
+            layouts: INSIDE_FIRST,
+            carried: VISUAL_AND_MTP,
+            media: QWEN35_MEDIA,
+        }),
+        ..QWEN35_MOE
     },
     FamilySpec {
         architecture: "Qwen3VLMoeForConditionalGeneration",

@@ -226,9 +226,12 @@ impl ModelWeights {
         }
     }
 
-    /// Whether `name` is of a layer that the configuration does not count.
+    /// Whether `name` is of a layer that the configuration does not count, or that is stored apart from the decoder.
     fn is_beyond_the_last_layer(&self, name: &str) -> bool {
         let Names { prefix, layers, .. } = self.names();
+        if name.starts_with("mtp.") {
+            return true;
+        }
         let of_layer = name.strip_prefix(prefix).and_then(|name| name.strip_prefix(layers)).and_then(|name| name.strip_prefix('.'));
         let number = of_layer.and_then(|name| name.split('.').next()?.parse::<usize>().ok());
         number.is_some_and(|number| number >= self.shape.layers.len())
@@ -344,6 +347,7 @@ impl Reader {
         let elems = part.rows * cols;
         match source {
             PartSource::Plain(tensor) if part.split => self.read_split(tensor, (first, elems), write),
+            PartSource::Plain(tensor) if part.gated_heads.is_some() => self.read_rows(part, tensor, (first, cols), write),
             PartSource::Plain(tensor) if part.transposed => self.read_transposed(part, tensor, (first, cols), write),
             PartSource::Plain(tensor) => {
                 self.read_in_order(first, elems, write, |reader, start| tensor.read(start, &mut reader.raw, &mut reader.block))
@@ -383,6 +387,23 @@ impl Reader {
             self.block.resize(BLOCK_ELEMS.min(elems - start), 0.0);
             fill(self, start)?;
             write(first + start, &self.block)?;
+        }
+        Ok(())
+    }
+
+    /// Reads rows whose order in the file is not that of the table, a run of neighbours at a time.
+    fn read_rows(
+        &mut self,
+        part: &HfPart,
+        source: LocatedTensor<'_>,
+        (first, cols): (usize, usize),
+        write: &mut impl FnMut(usize, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        let run = part.gated_heads.unwrap_or(part.rows);
+        for row in (0..part.rows).step_by(run) {
+            let (from, to) = (row * cols, first + part.table_row(row) * cols);
+            let fill = |reader: &mut Self, start| source.read(from + start, &mut reader.raw, &mut reader.block);
+            self.read_in_order(to, run * cols, write, fill)?;
         }
         Ok(())
     }

@@ -33,6 +33,12 @@ fn config(architecture: &str) -> Value {
             config["rope_parameters"] = json!({"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32});
             config
         }
+        "Qwen3_5ForCausalLM" => json!({
+            "architectures": [architecture], "vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32, "rms_norm_eps": 1e-6,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 5,
+            "full_attention_interval": 2,
+        }),
         _ if Family::find(architecture).unwrap().spec().moe.is_some() => json!({
             "architectures": [architecture], "vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 32, "rms_norm_eps": 1e-6,

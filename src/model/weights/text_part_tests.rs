@@ -11,8 +11,18 @@ use ::safetensors::tensor::{Dtype, TensorView, serialize};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const MODELS: [&str; 8] =
-    ["gemma3_vision", "mistral3_vision", "ministral3_vision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_4_57"];
+const MODELS: [&str; 10] = [
+    "gemma3_vision",
+    "mistral3_vision",
+    "ministral3_vision",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_vl_moe_4_57",
+    "qwen3_5_vision",
+    "qwen3_5_moe_vision",
+];
 
 type Tensor = (String, Dtype, Vec<usize>, Vec<u8>);
 
@@ -47,7 +57,7 @@ fn changed(name: &str, change: impl FnOnce(&mut Vec<Tensor>)) -> Result<Vec<f32>
 }
 
 fn is_of_tower(name: &str) -> bool {
-    ["visual.", "vision_tower.", "multi_modal_projector."].iter().any(|begin| name.trim_start_matches("model.").starts_with(begin))
+    ["visual.", "vision_tower.", "multi_modal_projector.", "mtp."].iter().any(|begin| name.trim_start_matches("model.").starts_with(begin))
 }
 
 /// `name` without the prefix of its layout.
@@ -99,8 +109,8 @@ fn files_in_which_the_text_part_is_not_clear_are_refused() {
         assert_error(none, &["no token embedding of the text part; looked for ", "model.language_model.embed_tokens.weight"]);
         let extra = changed(name, |tensors| tensors.push(("audio_tower.x".into(), Dtype::F32, vec![1], vec![0; 4])));
         assert_error(extra, &["1 tensors that the model does not have: \"audio_tower.x\""]);
-        let missing = changed(name, |tensors| tensors.retain(|tensor| !tensor.0.ends_with("layers.1.self_attn.k_proj.weight")));
-        assert_error(missing, &["1 tensors are missing", "layers.1.self_attn.k_proj.weight"]);
+        let missing = changed(name, |tensors| tensors.retain(|tensor| !tensor.0.ends_with("layers.1.input_layernorm.weight")));
+        assert_error(missing, &["1 tensors are missing", "layers.1.input_layernorm.weight"]);
     }
     let integers = changed("qwen2_5_vl", |tensors| tensors.iter_mut().filter(|t| is_of_tower(&t.0)).for_each(|t| t.1 = Dtype::I32));
     assert!(integers.is_ok(), "carried tensors may have any format");

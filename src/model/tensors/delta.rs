@@ -1,0 +1,73 @@
+//! Tensors of a layer with a gated delta rule.
+
+use super::{HfPart, Init, Module, Role, TableBuilder};
+use crate::device::TAPS;
+use crate::model::layer_shape::Attn;
+
+impl TableBuilder<'_> {
+    /// Tensors of a gated delta rule, without the norms of the residual stream.
+    pub(super) fn delta(&mut self, module: Module, attn: Attn, at: impl Fn(&str) -> String) {
+        let (heads, channels, init) = (attn.heads, self.shape.channels, self.matrix_init());
+        let name = |name: &str| at(&format!("linear_attn.{name}"));
+        let (rows, cols) = (attn.qkv_cols(), attn.out_cols());
+        self.whole(module, Role::AttnOut, vec![channels, cols], self.residual_init(), name("out_proj.weight"));
+        self.whole(module, Role::DeltaNorm, vec![attn.head_dim], Init::Ones, name("norm.weight"));
+        self.whole(module, Role::DeltaDecayBias, vec![heads], Init::Ones, name("dt_bias"));
+        self.whole(module, Role::DeltaRate, vec![heads], Init::LogUniform { low: 0.01, high: 16.0 }, name("A_log"));
+        // A file has a matrix of one row for each channel.
+        let conv = HfPart { stacked: Some(rows), ..HfPart::plain(name("conv1d.weight"), 0, rows) };
+        self.push(module, Role::DeltaConv, vec![rows, TAPS], init, vec![conv]);
+        for (role, file, rows) in [
+            (Role::DeltaDecay, "in_proj_a", heads),
+            (Role::DeltaStrength, "in_proj_b", heads),
+            (Role::DeltaGate, "in_proj_z", cols),
+            (Role::Qkv, "in_proj_qkv", rows),
+        ] {
+            self.whole(module, role, vec![rows, channels], init, name(&format!("{file}.weight")));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::shape;
+    use super::super::{TensorSpec, TensorTable};
+    use super::*;
+
+    #[test]
+    fn a_gated_delta_rule_has_its_hugging_face_tensors() {
+        let table = TensorTable::new(&shape("Qwen3_5ForCausalLM"));
+        let specs = table.specs().iter().filter(|spec| spec.module == Module::Layer(0) && spec.name.contains("attn."));
+        let found: Vec<_> = specs
+            .flat_map(|spec| {
+                spec.parts().map(move |part| (part.name.replace("model.layers.0.linear_attn.", ""), spec.part_shape(&part), spec.decay))
+            })
+            .collect();
+        let want = [
+            ("out_proj.weight", vec![32, 32], true),
+            ("norm.weight", vec![8], false),
+            ("dt_bias", vec![4], false),
+            ("A_log", vec![4], true),
+            ("conv1d.weight", vec![64, 1, 4], true),
+            ("in_proj_a.weight", vec![4, 32], true),
+            ("in_proj_b.weight", vec![4, 32], true),
+            ("in_proj_z.weight", vec![32, 32], true),
+            ("in_proj_qkv.weight", vec![64, 32], true),
+        ];
+        assert_eq!(found, want.map(|(name, shape, decay)| (name.to_string(), shape, decay)));
+        let conv = table.find(Module::Layer(0), Role::DeltaConv).unwrap().elems();
+        let matrices: usize =
+            table.specs().iter().filter(|spec| spec.shape.len() == 2 && spec.role != Role::Wte).map(TensorSpec::elems).sum();
+        assert_eq!(table.matmul_params(), matrices - conv);
+    }
+
+    #[test]
+    fn rows_of_gates_and_queries_alternate_in_files_by_head() {
+        let table = TensorTable::new(&shape("Qwen3_5ForCausalLM"));
+        let spec = table.find(Module::Layer(1), Role::Qkv).unwrap();
+        let part = spec.parts().next().unwrap();
+        // Four heads of eight channels: gates are rows 0 to 31 of the table, and queries are rows 32 to 63.
+        assert_eq!([0, 7, 8, 15, 16, 63].map(|row| part.table_row(row)), [32, 39, 0, 7, 40, 31]);
+        assert_eq!((spec.shape[0], spec.gate_rows()), (64 + 2 * 16, 32));
+    }
+}
