@@ -80,6 +80,7 @@ impl Attention {
 /// Sizes of an NVIDIA GPU.
 pub(crate) mod gpu {
     use super::{Attention, AttentionShape, DeltaShape};
+    use crate::device::CHUNK;
     use crate::device::documents::{batch_block, batch_shapes, most_tokens};
     use crate::dtype::Dtype;
 
@@ -107,8 +108,70 @@ pub(crate) mod gpu {
     }
 
     /// Bytes of the scratch memory of a delta rule's backward pass, which suffices for the forward pass.
-    pub(crate) fn delta_scratch_bytes(_shape: &DeltaShape) -> usize {
-        0
+    pub(crate) fn delta_scratch_bytes(shape: &DeltaShape) -> usize {
+        DeltaScratch::new(shape).total()
+    }
+
+    /// Maximum scratch bytes of a delta rule for which all heads are computed at once; one key head may exceed it. 4 x 4096 tokens of 32
+    /// value heads with 128 channels take 1.5 GiB.
+    const DELTA_BYTES: usize = 2 << 30;
+
+    /// Bytes of the arrays in the scratch memory of a delta rule, each a multiple of 256, for a group of heads. Heads are independent, so a
+    /// group changes no bit.
+    #[derive(Clone, Copy, Debug)]
+    pub(crate) struct DeltaScratch {
+        /// Key heads of a group; divides the shape's.
+        pub(crate) key_heads: usize,
+        /// Place of each token in its document, int32 `[T, 2]`.
+        pub(crate) spans: usize,
+        /// Queries and keys of unit length, bfloat16 `[2, key_heads, T, width]`.
+        pub(crate) units: usize,
+        /// fp32 `[2, key_heads, T]`
+        pub(crate) lengths: usize,
+        /// Decays and corrections, fp32 `[2, value heads, T]`.
+        pub(crate) gates: usize,
+        /// Each of four matrices with a row for each token, bfloat16 `[value heads, T, width]`.
+        pub(crate) rows: usize,
+        /// Each of two matrices with a square for each chunk, bfloat16 `[value heads, T, 64]`.
+        pub(crate) squares: usize,
+        /// States, and equally many gradients, bfloat16 `[value heads, T / 64, width, width]`.
+        pub(crate) states: usize,
+        /// Sums over the value heads of a key head, fp32 `[2, key_heads, T, width]`.
+        pub(crate) vectors: usize,
+        /// Sums over tokens, fp32 `[2, T / 64, all value heads]`.
+        pub(crate) sums: usize,
+    }
+
+    impl DeltaScratch {
+        pub(crate) fn new(shape: &DeltaShape) -> Self {
+            let divisors = (1..=shape.key_heads).rev().filter(|heads| shape.key_heads.is_multiple_of(*heads));
+            let mut groups = divisors.map(|key_heads| Self::of_group(shape, key_heads));
+            groups.find(|group| group.total() <= DELTA_BYTES).unwrap_or_else(|| Self::of_group(shape, 1))
+        }
+
+        fn of_group(shape: &DeltaShape, key_heads: usize) -> Self {
+            let (tokens, heads, width) = (shape.tokens(), key_heads * shape.value_heads / shape.key_heads, shape.width);
+            let chunks = tokens.div_ceil(CHUNK);
+            let bytes = |elems: usize, dtype: Dtype| (elems * dtype.bytes()).next_multiple_of(256);
+            let [narrow, wide] = [Dtype::Bfloat16, Dtype::Float32].map(|dtype| move |elems| bytes(elems, dtype));
+            Self {
+                key_heads,
+                spans: bytes(2 * tokens, Dtype::Int32),
+                units: narrow(2 * key_heads * tokens * width),
+                lengths: wide(2 * key_heads * tokens),
+                gates: wide(2 * heads * tokens),
+                rows: narrow(heads * tokens * width),
+                squares: narrow(heads * tokens * CHUNK),
+                states: narrow(heads * chunks * width * width),
+                vectors: if heads > key_heads { wide(2 * key_heads * tokens * width) } else { 0 },
+                sums: wide(2 * chunks * shape.value_heads),
+            }
+        }
+
+        pub(crate) fn total(&self) -> usize {
+            let Self { spans, units, lengths, gates, rows, squares, states, vectors, sums, .. } = self;
+            spans + units + lengths + gates + 4 * rows + 2 * squares + 2 * states + vectors + sums
+        }
     }
 
     /// Memory of NCCL: buffers for peers, and its kernels.
@@ -307,5 +370,18 @@ mod tests {
         // A second sequence of three heads would begin at byte 12, a second head at byte 8.
         assert_eq!(part(2, 30_001, 3, 3), (2, 3, 3));
         assert_eq!(part(1, 60_002, 2, 2), (1, 2, 2));
+    }
+
+    #[test]
+    fn heads_of_delta_rules_are_computed_in_groups_that_fit_the_scratch_memory() {
+        let shape = DeltaShape { batch: 4, seq_length: 4096, key_heads: 16, value_heads: 32, width: 128 };
+        let groups = |batch| gpu::DeltaScratch::new(&DeltaShape { batch, ..shape });
+        assert_eq!([1, 4, 8, 64, 1 << 20].map(|batch| groups(batch).key_heads), [16, 16, 8, 1, 1]);
+        assert_eq!(groups(8).total(), gpu::scratch_bytes(Some(&DeltaShape { batch: 8, ..shape })));
+        // U, W, the corrections and their gradients; R and P; states and their gradients; sums over value heads; units; gates and lengths.
+        let (token_heads, tokens) = (32 * 16384, 16384);
+        let each = 4 * 256 + 2 * 128 + 2 * 512 + 512 + 256 + 8 + 4;
+        assert_eq!(groups(4).total(), token_heads * each + 8 * tokens + 2 * 256 * 32 * 4);
+        assert_eq!(gpu::scratch_bytes(None), gpu::SCRATCH_BYTES);
     }
 }

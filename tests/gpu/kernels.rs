@@ -7,8 +7,8 @@ use super::harness::Bench;
 use super::random::Random;
 use super::report::{Outcome, Report};
 use super::{
-    attention, attention_parts, casts, copies, cross_entropy, embed, experts, fp8, heads, key_gradients, matmul, norms, optimizer, plans,
-    pointwise, products, route, scales, sinks,
+    attention, attention_parts, casts, copies, cross_entropy, delta, embed, experts, fp8, heads, key_gradients, matmul, norms, optimizer,
+    plans, pointwise, products, route, scales, sinks,
 };
 use std::io::Write;
 use superoffload::internals::dtype::Dtype;
@@ -56,6 +56,7 @@ pub fn run<W: Write>(suite: &mut Suite<'_, W>) {
     attention::cases(suite);
     attention_parts::cases(suite);
     key_gradients::cases(suite);
+    delta::cases(suite);
     products::cases(suite);
     plans::cases(suite);
     route::cases(suite);

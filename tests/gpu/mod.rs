@@ -6,6 +6,7 @@ mod bounds;
 mod casts;
 mod copies;
 mod cross_entropy;
+mod delta;
 mod embed;
 mod experts;
 mod faults;

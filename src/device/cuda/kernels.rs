@@ -36,10 +36,13 @@ pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
     transfer::SOURCES.iter().chain(transformer)
 }
 
-/// PTX files for documents, mixtures of experts, blocks of queries, products in parts, FP8 and sinks. They take a megabyte and are loaded on first use.
-pub(super) static LATER: [&PtxSource; 10] = [
+/// PTX files for documents, mixtures of experts, delta rules, blocks of queries, products in parts, FP8 and sinks. They take megabytes and are
+/// loaded on first use.
+pub(super) static LATER: [&PtxSource; 13] = [
+    &delta::SOURCE,
     &documents::SOURCE,
     &experts::SOURCE,
+    &gated_norm::SOURCE,
     &grouped::SOURCE,
     &grouped::HOPPER_SOURCE,
     &grouped::TABLES_SOURCE,
@@ -47,6 +50,7 @@ pub(super) static LATER: [&PtxSource; 10] = [
     &product::SOURCE,
     &quantize::SOURCE,
     &route::SOURCE,
+    &short_conv::SOURCE,
     &sinks::SOURCE,
 ];
 

@@ -20,6 +20,12 @@ pub(crate) const CHUNK: usize = 64;
 /// Added to the sum of squares of a query or a key before it is divided by its length.
 pub(crate) const UNIT_EPS: f32 = 1e-6;
 
+/// Bytes of a kernel in rows of a head's channels, for each token and value head, so that the memory bandwidth gives its time. A GPU computes a delta
+/// rule in several passes, which read and write matrices of this size. On an H200, 16,384 tokens of 32 value heads with 128 channels take
+/// 0.77 ms forward and 2.22 ms backward (4 rows of 4096 tokens, 16 key heads, bfloat16).
+const FORWARD_ROWS: f64 = 25.0;
+const BACKWARD_ROWS: f64 = 71.0;
+
 /// Shape of one layer's delta rule. A row of `qkv` is a token; it holds `key_heads` queries, then `key_heads` keys, then `value_heads`
 /// values, each of `width`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +61,11 @@ impl DeltaShape {
     /// FLOPs of the recurrence: the state's correction and two products with it, for each token.
     pub fn flops(&self) -> f64 {
         6.0 * (self.tokens() * self.value_heads) as f64 * (self.width * self.width) as f64
+    }
+
+    /// Bytes of `rows` rows of channels for each token and value head.
+    fn bytes_of(&self, rows: f64, qkv: DeviceSlice) -> f64 {
+        rows * (self.tokens() * self.out_cols() * qkv.dtype().bytes()) as f64
     }
 
     /// An error of `kernel` if the numbers of heads do not fit together or a size is zero.
@@ -105,6 +116,10 @@ impl Kernel for DeltaRule {
             Read qkv[t * self.shape.qkv_cols()], Read a[t * heads], Read b[t * heads], Write out[t * self.shape.out_cols()];
             Read a_log[heads], Read dt_bias[heads], Read documents[t] Int32,
         ]
+    }
+
+    fn bytes(&self) -> f64 {
+        self.shape.bytes_of(FORWARD_ROWS, self.qkv)
     }
 }
 
@@ -157,5 +172,29 @@ impl Kernel for DeltaRuleBackward {
             Read dout[t * self.shape.out_cols()], Read qkv[n], Read a[gates], Read b[gates], Write dqkv[n], Write da[gates], Write db[gates];
             Read a_log[heads], Read dt_bias[heads], Write da_log[heads], Write ddt_bias[heads], Read documents[t] Int32,
         ]
+    }
+
+    fn bytes(&self) -> f64 {
+        self.shape.bytes_of(BACKWARD_ROWS, self.qkv)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: DeltaShape = DeltaShape { batch: 4, seq_length: 4096, key_heads: 16, value_heads: 32, width: 128 };
+
+    #[test]
+    fn value_heads_are_multiples_of_key_heads_and_nothing_is_empty() {
+        assert!(SHAPE.check("delta_rule").is_ok());
+        let wrong = [
+            DeltaShape { value_heads: 24, ..SHAPE },
+            DeltaShape { key_heads: 0, ..SHAPE },
+            DeltaShape { value_heads: 0, ..SHAPE },
+            DeltaShape { width: 0, ..SHAPE },
+            DeltaShape { seq_length: 0, ..SHAPE },
+        ];
+        assert!(wrong.iter().all(|shape| shape.check("delta_rule").unwrap_err().to_string().ends_with("makes no sense")));
     }
 }

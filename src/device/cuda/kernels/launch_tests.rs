@@ -359,6 +359,27 @@ fn gates(list: &mut List, r: &mut TestMemory, elems: usize) -> Result<()> {
     SigmoidGateBackward { dout, x, gate, dx, dgate }.enqueue(list)
 }
 
+/// Kernels of gated delta nets; with `documents`, rows of several documents.
+fn delta(list: &mut List, r: &mut TestMemory, shape: DeltaShape, with_documents: bool) -> Result<()> {
+    let DeltaShape { seq_length, value_heads, width, .. } = shape;
+    let (t, channels) = (shape.tokens(), shape.qkv_cols());
+    let (n, out_elems, gates) = (t * channels, t * shape.out_cols(), t * value_heads);
+    let documents = with_documents.then(|| r.i(t));
+    ShortConv { x: r.x(n), weight: r.x(4 * channels), documents, out: r.x(n), seq_length }.enqueue(list)?;
+    let (dout, x, weight, dx, dweight) = (r.x(n), r.x(n), r.x(4 * channels), r.x(n), r.x(4 * channels));
+    ShortConvBackward { dout, x, weight, documents, dx, dweight, accumulate: true, seq_length }.enqueue(list)?;
+    GatedNorm { x: r.x(out_elems), gate: r.x(out_elems), weight: r.x(width), eps: 1e-6, out: r.x(out_elems) }.enqueue(list)?;
+    let [dout, x, gate, dx, dgate] = [(); 5].map(|()| r.x(out_elems));
+    GatedNormBackward { dout, x, gate, weight: r.x(width), eps: 1e-6, dx, dgate, dweight: r.x(width), accumulate: false }.enqueue(list)?;
+    if r.dtype == Dtype::Float32 || r.skew > 0 {
+        return Ok(());
+    }
+    let (qkv, a, b, a_log, dt_bias) = (r.x(n), r.x(gates), r.x(gates), r.x(value_heads), r.x(value_heads));
+    DeltaRule { qkv, a, b, a_log, dt_bias, documents, out: r.x(out_elems), shape }.enqueue(list)?;
+    let (dout, dqkv, da, db, da_log, ddt_bias) = (r.x(out_elems), r.x(n), r.x(gates), r.x(gates), r.x(value_heads), r.x(value_heads));
+    DeltaRuleBackward { dout, qkv, a, b, a_log, dt_bias, documents, dqkv, da, db, da_log, ddt_bias, accumulate: true, shape }.enqueue(list)
+}
+
 fn listing() -> Result<String> {
     let shape =
         AttentionShape { batch: 2, seq_length: 300, heads: 8, kv_heads: 2, head_dim: 128, scale: 0.088, window: None, softcap: None };
@@ -405,6 +426,14 @@ fn listing() -> Result<String> {
     }
     list.by_cublaslt = true;
     experts(&mut list, &mut TestMemory { dtype: Dtype::Bfloat16, skew: 0, given: 0 }, 600, 2560)?;
+    let wide = DeltaShape { batch: 2, seq_length: 300, key_heads: 2, value_heads: 4, width: 128 };
+    // More heads than the scratch memory takes at once.
+    let long = DeltaShape { batch: 1, seq_length: 65536, key_heads: 8, value_heads: 16, width: 64 };
+    for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
+        let mut memory = TestMemory { dtype, skew, given: 0 };
+        delta(&mut list, &mut memory, wide, true)?;
+        delta(&mut list, &mut memory, long, false)?;
+    }
     Ok(list.lines)
 }
 
@@ -419,6 +448,19 @@ fn launches_are_those_that_are_listed() {
         assert_eq!(now, listed, "launches.txt:{}", line + 1);
     }
     assert_eq!(now.lines().count(), LISTED.lines().count());
+}
+
+#[test]
+fn delta_rules_without_kernels_are_refused_by_name() {
+    let refused = |dtype, skew, width| {
+        let (mut list, mut r) = (List::default(), TestMemory { dtype, skew, given: 0 });
+        let shape = DeltaShape { batch: 1, seq_length: 8, key_heads: 1, value_heads: 1, width };
+        let (qkv, a, b, a_log, dt_bias, out) = (r.x(8 * 3 * width), r.x(8), r.x(8), r.x(1), r.x(1), r.x(8 * width));
+        DeltaRule { qkv, a, b, a_log, dt_bias, documents: None, out, shape }.enqueue(&mut list).unwrap_err().to_string()
+    };
+    assert!(refused(Dtype::Float32, 0, 64).contains("heads of 64 channels in float32"));
+    assert!(refused(Dtype::Bfloat16, 0, 32).contains("heads of 32 channels in bfloat16"));
+    assert!(refused(Dtype::Bfloat16, 1, 64).contains("no multiple of 16 bytes"));
 }
 
 #[test]
