@@ -305,8 +305,8 @@ __device__ __forceinline__ void multiply_halves(float (&sums)[4], const float* a
     }
 }
 
-// Replaces A by R = (I + A)^-1: the halves on the diagonal by substitution, then R_21 = -R_22 A_21 R_11. The half above the diagonal holds a
-// product.
+// Replaces A by R = (I + A)^-1: the halves on the diagonal by substitution, then R_21 = -R_22 A_21 R_11. The half above the
+// diagonal holds a product.
 __device__ __forceinline__ void invert(float* system) {
     const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     if (warp < 2) {
@@ -381,11 +381,13 @@ __device__ __forceinline__ void delta_prepare(
         const unsigned rows = n > row ? n - row : 0;
         float square[CHUNK / 16][4];
         clear(square);
-        product<false, false, D / 16>(square, others + row * PITCH<D>, PITCH<D>, keys + square_col * PITCH<D>, PITCH<D>, 0, D / 16, part.pairs());
+        product<false, false, D / 16>(square, others + row * PITCH<D>, PITCH<D>, keys + square_col * PITCH<D>, PITCH<D>, 0, D / 16,
+            part.pairs());
         decay_square<false>(square, g, part, 1.0f, 1.0f);
         store_rows(p + (place + row) * CHUNK + square_col, CHUNK, rows, square);
         clear(square);
-        product<false, false, D / 16>(square, keys + row * PITCH<D>, PITCH<D>, keys + square_col * PITCH<D>, PITCH<D>, 0, D / 16, part.pairs());
+        product<false, false, D / 16>(square, keys + row * PITCH<D>, PITCH<D>, keys + square_col * PITCH<D>, PITCH<D>, 0, D / 16,
+            part.pairs());
         decay_square<true>(square, g, part, beta[row + lane / 4], beta[row + lane / 4 + 8]);
 #pragma unroll
         for (int i = 0; i < int(CHUNK / 16); i++) {
@@ -402,7 +404,8 @@ __device__ __forceinline__ void delta_prepare(
 #pragma unroll
         for (unsigned i = 0; i < EACH; i++) {
             const unsigned own = (threadIdx.x + i * THREADS) / (CHUNK / 4), at = (threadIdx.x + i * THREADS) % (CHUNK / 4) * 4;
-            x[i] = own < HALF && at >= HALF ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *reinterpret_cast<const float4*>(system + own * A_PITCH + at);
+            x[i] = own < HALF && at >= HALF ? make_float4(0.0f, 0.0f, 0.0f, 0.0f)
+                : *reinterpret_cast<const float4*>(system + own * A_PITCH + at);
         }
         __syncthreads();
 #pragma unroll
@@ -508,7 +511,8 @@ __device__ __forceinline__ void delta_scan(
             store_tile(scaled + row * PITCH<COLS> + part_col, PITCH<COLS>, correction);
             __syncthreads();
             if (FORWARD) {
-                product<false, true, CHUNK / 16>(result, of_p + row * PITCH<CHUNK>, PITCH<CHUNK>, new_rows + part_col, PITCH<COLS>, 0, part.below());
+                product<false, true, CHUNK / 16>(result, of_p + row * PITCH<CHUNK>, PITCH<CHUNK>, new_rows + part_col, PITCH<COLS>, 0,
+                    part.below());
                 T* const at = out + ((size_t)(token + row) * all_heads + first + head) * D + col + part_col;
                 store_rows(at, (size_t)all_heads * D, rows, result);
             }
@@ -523,11 +527,12 @@ __device__ __forceinline__ void delta_scan(
     }
 }
 
-// The gradient of the state of one value head, or of 64 of its columns, through every document that begins in `window` tokens, from its end:
-// the gradients of N, and of the states behind all chunks but the last of each document.
+// The gradient of the state of one value head, or of 64 of its columns, through every document that begins in `window` tokens, from its
+// end: the gradients of N, and of the states behind all chunks but the last of each document.
 template <typename T, unsigned D>
 __device__ __forceinline__ void delta_scan_backward(
-    const int2* spans, const bf16* units, const float* gates, const bf16* w, const bf16* p, const T* dout, bf16* dcorrections, bf16* dstates,
+    const int2* spans, const bf16* units, const float* gates, const bf16* w, const bf16* p, const T* dout, bf16* dcorrections,
+        bf16* dstates,
     unsigned tokens, unsigned window, unsigned key_heads, unsigned heads, unsigned first, unsigned all_heads) {
     constexpr unsigned COLS = 64, ACROSS = WARPS / (D / 16), TILES = COLS / 8 / ACROSS;
     extern __shared__ __align__(16) unsigned char memory[];
@@ -667,8 +672,8 @@ __device__ __forceinline__ void store_vectors(
     store_rows(out, pitch, rows, c);
 }
 
-// Gradients of the gates of a chunk for one value head, from those of g; `whole` is that of the chunk's decay. Adds the parts of the gradients of
-// a_log and dt_bias to `sums` and to what lies `pitch` behind it.
+// Gradients of the gates of a chunk for one value head, from those of g; `whole` is that of the chunk's decay. Adds the parts of the
+// gradients of a_log and dt_bias to `sums` and to what lies `pitch` behind it.
 template <typename T>
 __device__ __forceinline__ void store_gates(
     float (&dg)[CHUNK], float whole, const T* a, T* da, float rate, float bias, unsigned heads, unsigned n, float* sums, size_t pitch) {
@@ -705,8 +710,8 @@ __device__ __forceinline__ void store_gates(
     }
 }
 
-// Gradients of the inputs of the chunks that begin in 64 tokens, for the value heads of one key head. `sums`, [2, blocks, all_heads], has the
-// parts of the gradients of a_log and dt_bias.
+// Gradients of the inputs of the chunks that begin in 64 tokens, for the value heads of one key head. `sums`, [2, blocks, all_heads], has
+// the parts of the gradients of a_log and dt_bias.
 template <typename T, unsigned D>
 __device__ __forceinline__ void delta_gradients(
     const T* dout, const T* qkv, const T* a, const T* a_log, const T* dt_bias, const int2* spans, const bf16* units, const float* lengths,
@@ -851,7 +856,8 @@ __device__ __forceinline__ void delta_gradients(
             __syncthreads();
             float system[SQUARE][4];
             clear(system);
-            product<false, false, STEPS>(system, tile + row * PITCH<D>, PITCH<D>, of_u + square_col * PITCH<D>, PITCH<D>, 0, STEPS, part.pairs());
+            product<false, false, STEPS>(system, tile + row * PITCH<D>, PITCH<D>, of_u + square_col * PITCH<D>, PITCH<D>, 0, STEPS,
+                part.pairs());
             clear(c);
             if (has_state) {
                 product<true, true, SQUARE>(c, square + row, PITCH<CHUNK>, queries + col, PITCH<D>, part.quarter);
@@ -859,7 +865,8 @@ __device__ __forceinline__ void delta_gradients(
                 store_tile(own_tile, PITCH<D>, c);
                 scale_rows(c, beta[above] * exp_nonpositive(g[above]), beta[below] * exp_nonpositive(g[below]));
                 __syncthreads();
-                product<false, false, STEPS>(system, tile + row * PITCH<D>, PITCH<D>, of_w + square_col * PITCH<D>, PITCH<D>, 0, STEPS, part.pairs());
+                product<false, false, STEPS>(system, tile + row * PITCH<D>, PITCH<D>, of_w + square_col * PITCH<D>, PITCH<D>, 0, STEPS,
+                    part.pairs());
             }
             decay_square<true>(system, g, part, -beta[above], -beta[below]);
             store_tile(square + row * PITCH<CHUNK> + square_col, PITCH<CHUNK>, system);
@@ -897,35 +904,36 @@ __device__ __forceinline__ void delta_gradients(
     }
 }
 
-#define DELTA(NAME, T, D)                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(THREADS) delta_units_##D##_##NAME(const T* qkv, bf16* units, float* lengths, unsigned tokens,   \
-        unsigned key_heads, unsigned first, unsigned all_key_heads, unsigned cols) {                                                        \
-        delta_units<T, D>(qkv, units, lengths, tokens, key_heads, first, all_key_heads, cols);                                              \
-    }                                                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS, 3) delta_prepare_##D##_##NAME(const T* qkv, const T* a, const T* b, const T* a_log,   \
-        const T* dt_bias, const int2* spans, const bf16* units, float* gates, bf16* u, bf16* w, bf16* p, bf16* inverse, unsigned tokens,    \
-        unsigned key_heads, unsigned heads, unsigned first, unsigned all_key_heads, unsigned all_heads) {                                   \
-        delta_prepare<T, D>(qkv, a, b, a_log, dt_bias, spans, units, gates, u, w, p, inverse, tokens, key_heads, heads, first,              \
-            all_key_heads, all_heads);                                                                                                      \
-    }                                                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_scan_##D##_##NAME(const int2* spans, const bf16* units, const float* gates,  \
-        const bf16* u, const bf16* w, const bf16* p, T* out, unsigned tokens, unsigned window, unsigned key_heads, unsigned heads,          \
-        unsigned first, unsigned all_heads) {                                                                                               \
-        delta_scan<T, D, true>(spans, units, gates, u, w, p, out, nullptr, nullptr, tokens, window, key_heads, heads, first, all_heads);    \
-    }                                                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_scan_backward_##D##_##NAME(const int2* spans, const bf16* units,             \
-        const float* gates, const bf16* w, const bf16* p, const T* dout, bf16* dcorrections, bf16* dstates, unsigned tokens,                \
-        unsigned window, unsigned key_heads, unsigned heads, unsigned first, unsigned all_heads) {                                          \
-        delta_scan_backward<T, D>(spans, units, gates, w, p, dout, dcorrections, dstates, tokens, window, key_heads, heads, first,          \
-            all_heads);                                                                                                                     \
-    }                                                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_gradients_##D##_##NAME(const T* dout, const T* qkv, const T* a,              \
-        const T* a_log, const T* dt_bias, const int2* spans, const bf16* units, const float* lengths, const float* gates, const bf16* u,    \
-        const bf16* w, const bf16* inverse, const bf16* corrections, const bf16* dcorrections, const bf16* states, const bf16* dstates,     \
-        float* partials, float* sums, T* dqkv, T* da, T* db, unsigned tokens, unsigned key_heads, unsigned heads, unsigned first,           \
-        unsigned all_key_heads, unsigned all_heads) {                                                                                       \
-        delta_gradients<T, D>(dout, qkv, a, a_log, dt_bias, spans, units, lengths, gates, u, w, inverse, corrections, dcorrections,         \
-            states, dstates, partials, sums, dqkv, da, db, tokens, key_heads, heads, first, all_key_heads, all_heads);                      \
+#define DELTA(NAME, T, D) \
+    extern "C" __global__ void __launch_bounds__(THREADS) delta_units_##D##_##NAME(const T* qkv, bf16* units, float* lengths, \
+        unsigned tokens, unsigned key_heads, unsigned first, unsigned all_key_heads, unsigned cols) { \
+        delta_units<T, D>(qkv, units, lengths, tokens, key_heads, first, all_key_heads, cols); \
+    } \
+    extern "C" __global__ void __launch_bounds__(THREADS, 3) delta_prepare_##D##_##NAME(const T* qkv, const T* a, const T* b, \
+        const T* a_log, const T* dt_bias, const int2* spans, const bf16* units, float* gates, bf16* u, bf16* w, bf16* p, bf16* inverse, \
+        unsigned tokens, unsigned key_heads, unsigned heads, unsigned first, unsigned all_key_heads, unsigned all_heads) { \
+        delta_prepare<T, D>(qkv, a, b, a_log, dt_bias, spans, units, gates, u, w, p, inverse, tokens, key_heads, heads, first, \
+            all_key_heads, all_heads); \
+    } \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_scan_##D##_##NAME(const int2* spans, const bf16* units, \
+        const float* gates, \
+        const bf16* u, const bf16* w, const bf16* p, T* out, unsigned tokens, unsigned window, unsigned key_heads, unsigned heads, \
+        unsigned first, unsigned all_heads) { \
+        delta_scan<T, D, true>(spans, units, gates, u, w, p, out, nullptr, nullptr, tokens, window, key_heads, heads, first, all_heads); \
+    } \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_scan_backward_##D##_##NAME(const int2* spans, const bf16* units, \
+        const float* gates, const bf16* w, const bf16* p, const T* dout, bf16* dcorrections, bf16* dstates, unsigned tokens, \
+        unsigned window, unsigned key_heads, unsigned heads, unsigned first, unsigned all_heads) { \
+        delta_scan_backward<T, D>(spans, units, gates, w, p, dout, dcorrections, dstates, tokens, window, key_heads, heads, first, \
+            all_heads); \
+    } \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_gradients_##D##_##NAME(const T* dout, const T* qkv, const T* a, \
+        const T* a_log, const T* dt_bias, const int2* spans, const bf16* units, const float* lengths, const float* gates, const bf16* u, \
+        const bf16* w, const bf16* inverse, const bf16* corrections, const bf16* dcorrections, const bf16* states, const bf16* dstates, \
+        float* partials, float* sums, T* dqkv, T* da, T* db, unsigned tokens, unsigned key_heads, unsigned heads, unsigned first, \
+        unsigned all_key_heads, unsigned all_heads) { \
+        delta_gradients<T, D>(dout, qkv, a, a_log, dt_bias, spans, units, lengths, gates, u, w, inverse, corrections, dcorrections, \
+            states, dstates, partials, sums, dqkv, da, db, tokens, key_heads, heads, first, all_key_heads, all_heads); \
     }
 DELTA(bf16, bf16, 64)
 DELTA(bf16, bf16, 128)
@@ -933,12 +941,12 @@ DELTA(f16, f16, 64)
 DELTA(f16, f16, 128)
 
 // The states before all chunks and the corrections, for the backward pass; no operand has the layer's format.
-#define STATES(D)                                                                                                                           \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_states_##D(const int2* spans, const bf16* units, const float* gates,         \
-        const bf16* u, const bf16* w, bf16* corrections, bf16* states, unsigned tokens, unsigned window, unsigned key_heads,                \
-        unsigned heads) {                                                                                                                   \
-        delta_scan<bf16, D, false>(spans, units, gates, u, w, nullptr, nullptr, corrections, states, tokens, window, key_heads, heads, 0,   \
-            0);                                                                                                                             \
+#define STATES(D) \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) delta_states_##D(const int2* spans, const bf16* units, const float* gates, \
+        const bf16* u, const bf16* w, bf16* corrections, bf16* states, unsigned tokens, unsigned window, unsigned key_heads, \
+        unsigned heads) { \
+        delta_scan<bf16, D, false>(spans, units, gates, u, w, nullptr, nullptr, corrections, states, tokens, window, key_heads, heads, 0, \
+            0); \
     }
 STATES(64)
 STATES(128)

@@ -122,7 +122,7 @@ __device__ __forceinline__ void short_conv_backward(
         T* out, unsigned tokens, unsigned channels, unsigned seq_length, unsigned run) {                                            \
         short_conv<T, N>(x, weight, documents, out, tokens, channels, seq_length, run);                                             \
     }                                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(THREADS) short_conv_backward##NAME(const T* dout, const T* x, const T* weight,      \
+    extern "C" __global__ void __launch_bounds__(THREADS, 5) short_conv_backward##NAME(const T* dout, const T* x, const T* weight,      \
         const int* documents, T* dx, float* partials, unsigned tokens, unsigned channels, unsigned seq_length, unsigned run) {      \
         short_conv_backward<T, N>(dout, x, weight, documents, dx, partials, tokens, channels, seq_length, run);                     \
     }

@@ -1,9 +1,9 @@
 //! The gated delta rule, forward. A unit of work is a document and a key head, with the value heads that read it.
 
 use super::arithmetic::CpuArithmetic;
-use super::delta_chunk::{Chunk, Heads, add_product};
+use super::delta_chunk::{Chunk, add_product};
+use super::delta_inputs::{DeltaInputs, Heads, chunks};
 use super::isa::KernelIsa;
-use super::short_conv::DocumentRows;
 use super::split::{Bands, Chunks, MatMut};
 use super::{Arena, Compute};
 use crate::device::cpu::task_memory::TaskMemory;
@@ -17,51 +17,6 @@ impl CpuArithmetic for DeltaRule {
         let documents = self.documents.map(|documents| memory.read(documents));
         delta_rule(cx, DeltaInputs { shape: self.shape, qkv, a, b, a_log, dt_bias, documents }, memory.write(self.out));
     }
-}
-
-/// Inputs of both passes; see [`DeltaRule`].
-#[derive(Clone, Copy)]
-pub(crate) struct DeltaInputs<'a, T> {
-    pub(crate) shape: DeltaShape,
-    pub(crate) qkv: &'a [T],
-    pub(crate) a: &'a [T],
-    pub(crate) b: &'a [T],
-    pub(crate) a_log: &'a [T],
-    pub(crate) dt_bias: &'a [T],
-    pub(crate) documents: Option<&'a [i32]>,
-}
-
-impl<'a, T: Element> DeltaInputs<'a, T> {
-    /// Query, key and value of a token.
-    pub(super) fn rows(&self, token: usize, heads: Heads) -> [&'a [T]; 3] {
-        let DeltaShape { key_heads, width, .. } = self.shape;
-        let row = &self.qkv[token * self.shape.qkv_cols()..];
-        [heads.key, key_heads + heads.key, 2 * key_heads + heads.value].map(|head| &row[head * width..][..width])
-    }
-
-    /// Writes the documents of all rows, as ranges of tokens.
-    pub(super) fn list_documents(&self, documents: &mut Vec<Range<usize>>) {
-        let rows = DocumentRows { documents: self.documents, seq_length: self.shape.seq_length };
-        documents.clear();
-        for token in 0..self.shape.tokens() {
-            match documents.last_mut() {
-                Some(document) if rows.index(token) > 0 => document.end += 1,
-                _ => documents.push(token..token + 1),
-            }
-        }
-    }
-
-    /// Value heads that read key head `key`.
-    pub(super) fn readers(&self, key: usize) -> impl Iterator<Item = Heads> + use<T> {
-        let sharing = self.shape.value_heads / self.shape.key_heads;
-        (key * sharing..(key + 1) * sharing).map(move |value| Heads { key, value })
-    }
-}
-
-/// The chunks of a document, as ranges of tokens.
-pub(super) fn chunks(document: &Range<usize>) -> impl DoubleEndedIterator<Item = Range<usize>> + ExactSizeIterator + use<> {
-    let Range { start, end } = *document;
-    (0..document.len().div_ceil(CHUNK)).map(move |chunk| start + chunk * CHUNK..end.min(start + (chunk + 1) * CHUNK))
 }
 
 /// See [`DeltaRule`].

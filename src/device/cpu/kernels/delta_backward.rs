@@ -4,8 +4,8 @@
 //! gradients: `dg = <q, dq> + <k, parts of dk with e^g> - <k, parts of dk with e^-g>`.
 
 use super::arithmetic::CpuArithmetic;
-use super::delta::{DeltaInputs, chunks};
-use super::delta_chunk::{Chunk, Heads, add_dots, add_product, add_transposed, dot, solve_transposed, unit};
+use super::delta_chunk::{Chunk, add_dots, add_product, add_transposed, dot, solve_transposed, unit};
+use super::delta_inputs::{DeltaInputs, Heads, chunks};
 use super::isa::KernelIsa;
 use super::math::{exp, sigmoid};
 use super::reduce::store;

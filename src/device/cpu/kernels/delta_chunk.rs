@@ -5,20 +5,13 @@
 //! differences that are never positive.
 
 use super::Arena;
-use super::delta::DeltaInputs;
+use super::delta_inputs::{DeltaInputs, Heads};
 use super::isa::{KernelIsa, vectorised};
-use super::math::{exp, sigmoid};
+use super::math::exp;
 use super::reduce::{fold, fold2};
 use crate::device::{CHUNK, UNIT_EPS};
 use crate::dtype::Element;
 use std::ops::Range;
-
-/// The heads of a unit of work.
-#[derive(Clone, Copy)]
-pub(super) struct Heads {
-    pub(super) key: usize,
-    pub(super) value: usize,
-}
 
 /// Matrices have a row for each token of the chunk.
 pub(super) struct Chunk<'a> {
@@ -122,21 +115,6 @@ impl<'a> Chunk<'a> {
         }
         state.iter_mut().for_each(|x| *x *= whole);
         add_transposed(isa, 1.0, (&self.scaled[..n * d], d), (&self.new[..n * d], d), state);
-    }
-}
-
-/// `ln(1 + e^x)`
-fn softplus(x: f32) -> f32 {
-    // From here on the result rounds to x.
-    if x > 20.0 { x } else { exp(x).ln_1p() }
-}
-
-impl<T: Element> DeltaInputs<'_, T> {
-    /// Logarithm of the decay, and the factor of the correction.
-    fn gates(&self, token: usize, head: usize) -> (f32, f32) {
-        let at = token * self.a_log.len() + head;
-        let slope = -exp(self.a_log[head].to_f32());
-        (slope * softplus(self.a[at].to_f32() + self.dt_bias[head].to_f32()), sigmoid(self.b[at].to_f32()))
     }
 }
 

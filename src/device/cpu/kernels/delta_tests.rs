@@ -1,8 +1,9 @@
 //! The gated delta rule against its recurrence in f64, which knows no chunks.
 
 use super::Compute;
-use super::delta::{DeltaInputs, delta_rule};
+use super::delta::delta_rule;
 use super::delta_backward::{DeltaGradients, delta_rule_backward};
+use super::delta_inputs::DeltaInputs;
 use super::testing::{assert_close, assert_same_everywhere, bits, dot, fastest, slopes, values, wide};
 use crate::device::{DeltaShape, UNIT_EPS};
 use crate::dtype::Element;

@@ -10,6 +10,7 @@ pub(crate) mod cross_entropy;
 pub(crate) mod delta;
 pub(crate) mod delta_backward;
 mod delta_chunk;
+mod delta_inputs;
 #[cfg(test)]
 mod delta_tests;
 pub(crate) mod embed;
