@@ -18,7 +18,7 @@ use crate::planner::plan::Plan;
 #[cfg(feature = "stv")]
 use crate::request::choices::EarlyRows;
 use crate::request::choices::{
-    ActivationsChoice, AttentionChoice, CastSide, HostMemoryKind, ResidentBuckets, Strategy, Technique, WeightsChoice,
+    ActivationsChoice, AttentionChoice, CastSide, HostMemoryKind, MastersChoice, ResidentBuckets, Strategy, Technique, WeightsChoice,
 };
 use crate::units::Bytes;
 use std::path::Path;
@@ -497,7 +497,9 @@ fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
     refused_with(&llama_8b(), Settings { strategy: Strategy::NoOffload, ..hbm(100) }, &["--strategy superoffload would fit"]);
     let small_host = Settings { host_limit: Some(Bytes(64 * GIB)), hbm_limit: Some(Bytes(24 * GIB)), ..settings() };
     if FLOW {
-        refused_with(&llama_8b(), small_host, &["not enough host memory: ", "64.0 GiB of host memory are available", "; short by "]);
+        refused_with(&llama_8b(), small_host.clone(), &["64.0 GiB are available", "--moments int8 would fit"]);
+        let float32 = Settings { masters: MastersChoice::Float32, ..small_host };
+        refused_with(&llama_8b(), float32, &["not enough host memory: ", "64.0 GiB of host memory are available", "; short by "]);
     }
     let none = ResidentBuckets::Count(0);
     refused_with(
@@ -525,7 +527,8 @@ fn a_model_whose_states_fit_only_in_16_bits_gets_this_advice() {
         return;
     }
     let shape = model("LlamaForCausalLM", (44, 6144, 48, 8, 16_384, 151_936, false));
-    assert!(refusal(&shape, &settings()).contains("; --moments bfloat16 would fit"), "{}", refusal(&shape, &settings()));
+    let float32 = Settings { masters: MastersChoice::Float32, ..settings() };
+    assert!(refusal(&shape, &float32).contains("; --moments bfloat16 would fit"), "{}", refusal(&shape, &float32));
     let packed = fitting(&shape, &Settings { moments: Moments::Bfloat16, ..settings() });
     let class = |name: &str| packed.forecast.memory.iter().find(|class| class.name == name).unwrap().bytes;
     let offloaded = packed.placement.layout.offloaded_elems();

@@ -10,7 +10,7 @@ use crate::model::shape::ModelShape;
 use crate::optim::moments::Moments;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
-use crate::request::choices::LayerOrder;
+use crate::request::choices::{LayerOrder, MastersChoice};
 use crate::request::wanted::Wanted;
 use crate::simulate::clip::Clip;
 use crate::simulate::simulate;
@@ -86,6 +86,7 @@ fn limits_count_what_fits_in_segments_alone() {
     let (settings, shape, machine) = small_card();
     let machine = Machine { host_bytes: 119 * GIB, ..machine };
     let settings = Settings { moments: Moments::Float32, gradient_shares: None, gradient_accumulation_steps: Some(32), ..settings };
+    let settings = Settings { masters: MastersChoice::Float32, ..settings };
     let limits = |layer_order| Limits::of(&Settings { layer_order, ..settings.clone() }.request(&shape), &machine);
     let (whole, open) = (limits(LayerOrder::Whole), limits(LayerOrder::Auto));
     assert!(whole.batch == 0 && whole.layers < 32, "{whole:?}");

@@ -19,7 +19,9 @@ use crate::model::tensors::TensorTable;
 use crate::optim::moments::Moments;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
-use crate::request::choices::{ActivationsChoice, ExpertProductsChoice, ResidentBuckets, Strategy, Technique, WeightsChoice};
+use crate::request::choices::{
+    ActivationsChoice, ExpertProductsChoice, MastersChoice, ResidentBuckets, Strategy, Technique, WeightsChoice,
+};
 use crate::request::wanted::Wanted;
 use crate::simulate::clip::Clip;
 use crate::simulate::simulate;
@@ -134,6 +136,7 @@ fn qwen2_5_14b_is_cut_into_small_micro_batches() {
 fn on_cpus_micro_batches_are_as_large_as_fits() {
     let shape = model("llama-8b", 1);
     let settings = Settings { seq_length: 1024, tokens_per_step: Some(64 * 1024), is_batch_open: true, ..Settings::default() };
+    let settings = Settings { masters: MastersChoice::Float32, ..settings };
     let with = |host_bytes| Machine { host_bytes, ..Machine::cpu(4) };
     let plan = |host_bytes| super::best_plan(&settings.request(&shape), &with(host_bytes), false);
     let whole = plan(1 << 40).unwrap();
@@ -688,9 +691,14 @@ fn sums_on_the_host_are_simulated_at_the_rate_of_the_link() {
 fn the_largest_model_is_shown_by_gpus() {
     let settings = Settings { activations: ActivationsChoice::RecomputeBlock, seq_length: 4096, ..Settings::default() };
     let settings = Settings { gpus: 2, per_device_train_batch_size: 1, ..settings };
-    let largest = LargestModel::by_gpus(&settings.request(&model("qwen3-14b", 40)), &Profile::load("h200-x2").unwrap());
-    let billions = largest.iter().map(|on| (on.gpus, on.params as f64 / 1e9)).collect::<Vec<_>>();
-    assert!(matches!(billions[..], [(1, one), (2, two)] if (24.0..27.0).contains(&one) && (31.8..34.0).contains(&two)), "{billions:?}");
+    let billions = |masters| {
+        let request = Settings { masters, ..settings.clone() }.request(&model("qwen3-14b", 40));
+        let largest = LargestModel::by_gpus(&request, &Profile::load("h200-x2").unwrap());
+        largest.iter().map(|on| (on.gpus, on.params as f64 / 1e9)).collect::<Vec<_>>()
+    };
+    let [float32, open] = [MastersChoice::Float32, MastersChoice::Auto].map(billions);
+    assert!(matches!(float32[..], [(1, one), (2, two)] if (24.0..27.0).contains(&one) && (31.8..34.0).contains(&two)), "{float32:?}");
+    assert!(matches!(open[..], [(1, one), (2, two)] if (28.0..30.0).contains(&one) && (34.0..36.0).contains(&two)), "{open:?}");
     assert!(LargestModel::by_gpus(&settings.request(&model("qwen3-14b", 40)), &Profile::load("h200-pcie5").unwrap()).is_empty());
 }
 

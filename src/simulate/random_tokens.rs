@@ -6,6 +6,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::collections::BTreeMap;
 use std::fmt;
+use std::iter;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
@@ -207,16 +208,25 @@ impl RandomTokens {
 
     /// Fills a row with documents: each token's document start and position in the document.
     fn separate(&mut self, starts: &mut [i32], positions: &mut [i32]) {
-        let mut start = 0;
-        while start < starts.len() {
-            let length = self.length(starts.len() - start);
-            starts[start..][..length].fill(start as i32);
-            for (place, position) in (0..).zip(&mut positions[start..][..length]) {
-                *position = place;
-            }
-            *self.documents.entry(length).or_default() += 1;
-            start += length;
-        }
+        let mut left = starts.len();
+        let lengths: Vec<_> = iter::from_fn(|| {
+            let length = self.length(left);
+            left -= length;
+            (length > 0).then_some(length)
+        })
+        .collect();
+        lengths.iter().for_each(|length| *self.documents.entry(*length).or_default() += 1);
+        write_documents(lengths, starts, positions);
+    }
+}
+
+/// Fills a row with documents of `lengths`: each token's document start and position in the document.
+fn write_documents(lengths: impl IntoIterator<Item = usize>, starts: &mut [i32], positions: &mut [i32]) {
+    let mut start = 0;
+    for length in lengths {
+        starts[start..][..length].fill(start as i32);
+        positions[start..][..length].iter_mut().zip(0..).for_each(|(position, place)| *position = place);
+        start += length;
     }
 }
 
@@ -232,9 +242,14 @@ impl Batches for RandomTokens {
             // A negative target has no loss.
             row.targets[..masked].fill(-1);
             self.untrained += masked;
-            match row.documents {
-                Some(starts) => self.separate(starts, row.positions),
-                None => *self.documents.entry(length).or_default() += 1,
+            match (row.documents, row.pairs) {
+                (Some(starts), Some(mut pairs)) => {
+                    let answers = [length / 2, length - length / 2];
+                    write_documents(answers, starts, row.positions);
+                    pairs.add([0, answers[0], length], [0.0; 2]);
+                }
+                (Some(starts), None) => self.separate(starts, row.positions),
+                (None, _) => *self.documents.entry(length).or_default() += 1,
             }
         }
         Ok(())
@@ -244,6 +259,19 @@ impl Batches for RandomTokens {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::loss_weight::LossWeight;
+    use crate::data::rows::batch;
+
+    /// Simulated steps of a loss of pairs have data, too.
+    #[test]
+    fn rows_of_pairs_have_a_pair_each() {
+        for seq_length in [4, 7, 64] {
+            let mut memory = vec![0; 2 * batch::part_words((1, seq_length), 1, true) + 2 * batch::pair_words((1, seq_length))];
+            let mut batch = Batch::of_pairs(&mut memory, seq_length);
+            RandomTokens::new(3, 50).fill(&mut batch).unwrap();
+            assert_eq!(batch.count_targets(50).map(|counted| counted.units), Ok(2 * u64::from(LossWeight::WHOLE.units())));
+        }
+    }
 
     #[test]
     fn documents_fill_rows_with_the_requested_lengths() {

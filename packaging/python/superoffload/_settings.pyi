@@ -35,7 +35,7 @@ class Settings(TypedDict, total=False):
     overlong: Literal["auto", "truncate", "split", "drop"]
     """Handling of documents longer than a row; auto splits text, truncates records [default: auto]."""
     pair_length: int
-    """Largest number of tokens of an answer with its prompt, for --loss [default: half of --seq-length]."""
+    """Largest number of tokens of an answer with its prompt, for --loss [default: half of a row]."""
     chat_template_name: str | int | float
     """Name of the chat template, if the model has several [default: the template named default]."""
     chat_template_kwargs: str | int | float
@@ -69,7 +69,7 @@ class Settings(TypedDict, total=False):
     moments: Literal["float32", "bfloat16", "int8"]
     """Format of AdamW's moments between steps [default: float32]."""
     masters: Literal["auto", "float32", "split"]
-    """Storage of the GPU's master weights; split saves 2 bytes a parameter, without loss [default: auto]."""
+    """Storage of master weights; split saves 2 bytes a parameter, without loss [default: auto]."""
     processes: int
     """Processes that train together [default: the launcher's, else 1]."""
     process: int
