@@ -1,7 +1,7 @@
-//! Segments of layers as choices of the search.
+//! Segments of layers as choices of the search, and limits.
 
 use super::SearchQuery;
-use super::limits::Limits;
+use super::limits::{LargestModel, Limits};
 use crate::config::settings::Settings;
 use crate::hardware::profile::Profile;
 use crate::memory::{Addressing, DeviceMemory};
@@ -10,7 +10,7 @@ use crate::model::shape::ModelShape;
 use crate::optim::moments::Moments;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
-use crate::request::choices::{LayerOrder, MastersChoice};
+use crate::request::choices::{ActivationsChoice, LayerOrder, MastersChoice};
 use crate::request::wanted::Wanted;
 use crate::simulate::clip::Clip;
 use crate::simulate::simulate;
@@ -91,4 +91,24 @@ fn limits_count_what_fits_in_segments_alone() {
     let (whole, open) = (limits(LayerOrder::Whole), limits(LayerOrder::Auto));
     assert!(whole.batch == 0 && whole.layers < 32, "{whole:?}");
     assert!(open.batch >= 1 && open.seq_length >= 4096 && open.layers >= 32, "{open:?}");
+}
+
+/// Two H200 with 251 GiB of host memory; the byte count alone predicted 31.8 B parameters on both. A single GPU, which has the whole host,
+/// streams its weights from there.
+#[test]
+fn the_largest_model_is_shown_by_gpus() {
+    let settings = Settings { activations: ActivationsChoice::RecomputeBlock, seq_length: 4096, ..Settings::default() };
+    let settings = Settings { gpus: 2, per_device_train_batch_size: 1, ..settings };
+    let billions = |masters| {
+        let request = Settings { masters, ..settings.clone() }.request(&presets::shape(Path::new("qwen3-14b")).unwrap());
+        let largest = LargestModel::by_gpus(&request, &Profile::load("h200-x2").unwrap());
+        largest.iter().map(|on| (on.gpus, on.params as f64 / 1e9)).collect::<Vec<_>>()
+    };
+    let [float32, open] = [MastersChoice::Float32, MastersChoice::Auto].map(billions);
+    assert!(matches!(float32[..], [(1, one), (2, two)] if (24.0..27.0).contains(&one) && (31.8..34.0).contains(&two)), "{float32:?}");
+    assert!(matches!(open[..], [(1, one), (2, two)] if (28.0..30.0).contains(&one) && (34.0..36.0).contains(&two)), "{open:?}");
+    assert!(
+        LargestModel::by_gpus(&settings.request(&presets::shape(Path::new("qwen3-14b")).unwrap()), &Profile::load("h200-pcie5").unwrap())
+            .is_empty()
+    );
 }

@@ -1,7 +1,7 @@
 //! Properties of every answer on random machines, and comparisons of predictions with measurements. Steps must agree within 15 %, or within
 //! 8 % if the host's memory speed at that hour is known; device memory within 5 % and host memory within 3 %.
 
-use super::limits::{LargestModel, Limits};
+use super::limits::Limits;
 use super::report::SearchReport;
 use super::{Candidate, Ranking, Scope, SearchQuery, bucket_mib, sharing};
 use crate::config::settings::Settings;
@@ -683,23 +683,6 @@ fn sums_on_the_host_are_simulated_at_the_rate_of_the_link() {
     let passing_s = 7.0 * (4 * plan.placement.layout.offloaded_elems()) as f64 / 50.5e9;
     assert!((1.0..1.7).contains(&(step_s / passing_s)), "{step_s} s, sums {passing_s} s: {plan}");
     assert!((0.8..1.2).contains(&(predicted.step_s / step_s)), "{predicted}, simulated {step_s} s");
-}
-
-/// Two H200 with 251 GiB of host memory; the byte count alone predicted 31.8 B parameters on both. A single GPU, which has the whole host,
-/// streams its weights from there.
-#[test]
-fn the_largest_model_is_shown_by_gpus() {
-    let settings = Settings { activations: ActivationsChoice::RecomputeBlock, seq_length: 4096, ..Settings::default() };
-    let settings = Settings { gpus: 2, per_device_train_batch_size: 1, ..settings };
-    let billions = |masters| {
-        let request = Settings { masters, ..settings.clone() }.request(&model("qwen3-14b", 40));
-        let largest = LargestModel::by_gpus(&request, &Profile::load("h200-x2").unwrap());
-        largest.iter().map(|on| (on.gpus, on.params as f64 / 1e9)).collect::<Vec<_>>()
-    };
-    let [float32, open] = [MastersChoice::Float32, MastersChoice::Auto].map(billions);
-    assert!(matches!(float32[..], [(1, one), (2, two)] if (24.0..27.0).contains(&one) && (31.8..34.0).contains(&two)), "{float32:?}");
-    assert!(matches!(open[..], [(1, one), (2, two)] if (28.0..30.0).contains(&one) && (34.0..36.0).contains(&two)), "{open:?}");
-    assert!(LargestModel::by_gpus(&settings.request(&model("qwen3-14b", 40)), &Profile::load("h200-pcie5").unwrap()).is_empty());
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::arithmetic::CpuArithmetic;
 use super::delta_chunk::{Chunk, add_product};
-use super::delta_inputs::{DeltaInputs, Heads, chunks};
+use super::delta_inputs::{DeltaInputs, RuleHeads, chunks};
 use super::isa::KernelIsa;
 use super::split::{Bands, Chunks, MatMut};
 use super::{Arena, Compute};
@@ -41,7 +41,7 @@ pub(crate) fn delta_rule<T: Element>(cx: &mut Compute, input: DeltaInputs<'_, T>
 fn head<T: Element>(
     isa: KernelIsa,
     input: &DeltaInputs<'_, T>,
-    (document, heads): (&Range<usize>, Heads),
+    (document, heads): (&Range<usize>, RuleHeads),
     scratch: &mut [f32],
     mut out: MatMut<'_, T>,
 ) {

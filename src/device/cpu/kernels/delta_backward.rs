@@ -5,7 +5,7 @@
 
 use super::arithmetic::CpuArithmetic;
 use super::delta_chunk::{Chunk, add_dots, add_product, add_transposed, dot, solve_transposed, unit};
-use super::delta_inputs::{DeltaInputs, Heads, chunks};
+use super::delta_inputs::{DeltaInputs, RuleHeads, chunks};
 use super::isa::KernelIsa;
 use super::math::{exp, sigmoid};
 use super::reduce::store;
@@ -50,7 +50,7 @@ pub(crate) fn delta_rule_backward<T: Element>(cx: &mut Compute, input: DeltaInpu
     let (isa, sharing) = (cx.isa, value_heads / key_heads);
     let mut documents = std::mem::take(&mut cx.documents);
     input.list_documents(&mut documents);
-    let elems = Scratch::elems(d, documents.iter().map(Range::len).max().unwrap_or(0));
+    let elems = BackwardScratch::elems(d, documents.iter().map(Range::len).max().unwrap_or(0));
     let scratch = Chunks::new(cx.local.get(cx.team.threads() * elems), elems);
     let sums = cx.shared.get(2 * value_heads * documents.len());
     let (dq, rest) = MatMut::new(gradients.dqkv, input.shape.qkv_cols()).split_cols(key_heads * d);
@@ -60,9 +60,9 @@ pub(crate) fn delta_rule_backward<T: Element>(cx: &mut Compute, input: DeltaInpu
     let parts = (((dq, dk), (dv, Chunks::new(&mut *sums, 2 * sharing))), (da, db));
     cx.team.for_each_with(scratch, parts, |scratch, unit, (((dq, dk), (mut dv, sums)), (mut da, mut db))| {
         let (document, key) = (&documents[unit / key_heads], unit % key_heads);
-        let mut scratch = Scratch::new(scratch, d, document.len());
+        let mut scratch = BackwardScratch::new(scratch, d, document.len());
         for (place, heads) in input.readers(key).enumerate() {
-            let gradients = HeadGradients {
+            let gradients = DeltaHeadGradients {
                 dv: dv.columns(place * d..(place + 1) * d),
                 da: da.columns(place..place + 1),
                 db: db.columns(place..place + 1),
@@ -82,14 +82,14 @@ pub(crate) fn delta_rule_backward<T: Element>(cx: &mut Compute, input: DeltaInpu
 }
 
 /// Gradients of one value head of a document.
-struct HeadGradients<'a, T> {
+struct DeltaHeadGradients<'a, T> {
     dv: MatMut<'a, T>,
     da: MatMut<'a, T>,
     db: MatMut<'a, T>,
 }
 
 /// The memory of a unit of work.
-struct Scratch<'a> {
+struct BackwardScratch<'a> {
     d: usize,
     chunk: Chunk<'a>,
     /// States before all chunks.
@@ -117,7 +117,7 @@ struct Scratch<'a> {
     db: &'a mut [f32],
 }
 
-impl<'a> Scratch<'a> {
+impl<'a> BackwardScratch<'a> {
     /// Floats for documents of at most `tokens`.
     fn elems(d: usize, tokens: usize) -> usize {
         let states = tokens.div_ceil(CHUNK) + 1;
@@ -138,7 +138,7 @@ impl<'a> Scratch<'a> {
     }
 
     /// Computes the states before all chunks.
-    fn states<T: Element>(&mut self, isa: KernelIsa, input: &DeltaInputs<'_, T>, document: &Range<usize>, heads: Heads) {
+    fn states<T: Element>(&mut self, isa: KernelIsa, input: &DeltaInputs<'_, T>, document: &Range<usize>, heads: RuleHeads) {
         let (size, all) = (self.d * self.d, chunks(document));
         let last = all.len() - 1;
         self.states[..size].fill(0.0);
@@ -245,7 +245,7 @@ impl<'a> Scratch<'a> {
         let scale = 1.0 / (d as f32).sqrt();
         let (x, gradient) = (&mut self.chunk.q[..d], &mut self.part[..d]);
         for (row, token) in document.clone().enumerate() {
-            let [q, k, _] = input.rows(token, Heads { key, value: 0 });
+            let [q, k, _] = input.rows(token, RuleHeads { key, value: 0 });
             for (raw, scale, sums, out) in [(q, scale, &self.dq, dq.row(row)), (k, 1.0, &self.dk, dk.row(row))] {
                 let reciprocal = unit(isa, raw, 1.0, x);
                 gradient.iter_mut().zip(&sums[row * d..]).for_each(|(gradient, sum)| *gradient = scale * sum);
@@ -262,9 +262,9 @@ fn head<T: Element>(
     isa: KernelIsa,
     input: &DeltaInputs<'_, T>,
     dout: &[T],
-    (document, heads): (&Range<usize>, Heads),
-    scratch: &mut Scratch<'_>,
-    mut gradients: HeadGradients<'_, T>,
+    (document, heads): (&Range<usize>, RuleHeads),
+    scratch: &mut BackwardScratch<'_>,
+    mut gradients: DeltaHeadGradients<'_, T>,
 ) -> [f32; 2] {
     let d = scratch.d;
     scratch.states(isa, input, document, heads);
@@ -296,10 +296,10 @@ fn head<T: Element>(
 /// `dt_bias`.
 fn gates<T: Element>(
     input: &DeltaInputs<'_, T>,
-    heads: Heads,
+    heads: RuleHeads,
     (tokens, first): (Range<usize>, usize),
-    (scratch, whole): (&Scratch<'_>, f32),
-    gradients: &mut HeadGradients<'_, T>,
+    (scratch, whole): (&BackwardScratch<'_>, f32),
+    gradients: &mut DeltaHeadGradients<'_, T>,
 ) -> [f32; 2] {
     let (slope, bias) = (-exp(input.a_log[heads.value].to_f32()), input.dt_bias[heads.value].to_f32());
     let (mut dal, mut sums) = (whole, [0.0f32; 2]);

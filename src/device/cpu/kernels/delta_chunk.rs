@@ -5,7 +5,7 @@
 //! differences that are never positive.
 
 use super::Arena;
-use super::delta_inputs::{DeltaInputs, Heads};
+use super::delta_inputs::{DeltaInputs, RuleHeads};
 use super::isa::{KernelIsa, vectorised};
 use super::math::exp;
 use super::reduce::{fold, fold2};
@@ -59,7 +59,7 @@ impl<'a> Chunk<'a> {
     }
 
     /// Reads `tokens` and solves the system; `new` is not yet computed.
-    pub(super) fn load<T: Element>(&mut self, isa: KernelIsa, input: &DeltaInputs<'_, T>, heads: Heads, tokens: Range<usize>) {
+    pub(super) fn load<T: Element>(&mut self, isa: KernelIsa, input: &DeltaInputs<'_, T>, heads: RuleHeads, tokens: Range<usize>) {
         let (d, n) = (self.d, tokens.len());
         let scale = 1.0 / (d as f32).sqrt();
         for (row, token) in tokens.clone().enumerate() {

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 /// The heads of a unit of work.
 #[derive(Clone, Copy)]
-pub(super) struct Heads {
+pub(super) struct RuleHeads {
     pub(super) key: usize,
     pub(super) value: usize,
 }
@@ -27,7 +27,7 @@ pub(crate) struct DeltaInputs<'a, T> {
 
 impl<'a, T: Element> DeltaInputs<'a, T> {
     /// Query, key and value of a token.
-    pub(super) fn rows(&self, token: usize, heads: Heads) -> [&'a [T]; 3] {
+    pub(super) fn rows(&self, token: usize, heads: RuleHeads) -> [&'a [T]; 3] {
         let DeltaShape { key_heads, width, .. } = self.shape;
         let row = &self.qkv[token * self.shape.qkv_cols()..];
         [heads.key, key_heads + heads.key, 2 * key_heads + heads.value].map(|head| &row[head * width..][..width])
@@ -53,9 +53,9 @@ impl<'a, T: Element> DeltaInputs<'a, T> {
     }
 
     /// Value heads that read key head `key`.
-    pub(super) fn readers(&self, key: usize) -> impl Iterator<Item = Heads> + use<T> {
+    pub(super) fn readers(&self, key: usize) -> impl Iterator<Item = RuleHeads> + use<T> {
         let sharing = self.shape.value_heads / self.shape.key_heads;
-        (key * sharing..(key + 1) * sharing).map(move |value| Heads { key, value })
+        (key * sharing..(key + 1) * sharing).map(move |value| RuleHeads { key, value })
     }
 }
 

@@ -39,7 +39,7 @@ pub(super) const SOURCE: PtxSource = PtxSource {
 };
 
 /// Kernels for one width and format.
-struct Names {
+struct DeltaKernelNames {
     units: &'static str,
     prepare: &'static str,
     states: &'static str,
@@ -50,7 +50,7 @@ struct Names {
 
 macro_rules! names {
     ($width:literal, $format:literal) => {
-        Names {
+        DeltaKernelNames {
             units: concat!("delta_units_", $width, "_", $format),
             prepare: concat!("delta_prepare_", $width, "_", $format),
             states: concat!("delta_states_", $width),
@@ -61,12 +61,12 @@ macro_rules! names {
     };
 }
 
-const BFLOAT_64: Names = names!("64", "bf16");
-const BFLOAT_128: Names = names!("128", "bf16");
-const HALF_64: Names = names!("64", "f16");
-const HALF_128: Names = names!("128", "f16");
+const BFLOAT_64: DeltaKernelNames = names!("64", "bf16");
+const BFLOAT_128: DeltaKernelNames = names!("128", "bf16");
+const HALF_64: DeltaKernelNames = names!("64", "f16");
+const HALF_128: DeltaKernelNames = names!("128", "f16");
 
-impl Names {
+impl DeltaKernelNames {
     /// # Errors
     /// `Unsupported` unless there are kernels for this shape and format.
     fn of(shape: &DeltaShape, dtype: Dtype) -> Result<&'static Self> {
@@ -85,7 +85,7 @@ impl Names {
 /// # Errors
 /// `Unsupported` unless there are kernels for this shape and format.
 pub(in super::super) fn check_delta(shape: &DeltaShape, dtype: Dtype) -> Result<()> {
-    Names::of(shape, dtype).map(|_| ())
+    DeltaKernelNames::of(shape, dtype).map(|_| ())
 }
 
 /// Constants of `delta.cu`: threads of a block; columns of a state that a block scans; elements between the rows of a tile beyond its columns.
@@ -108,7 +108,7 @@ struct Inputs {
 /// A group of heads of one call.
 struct Group<'a> {
     shape: DeltaShape,
-    names: &'static Names,
+    names: &'static DeltaKernelNames,
     inputs: &'a Inputs,
     memory: Memory,
     /// First key head and first value head.
@@ -177,7 +177,7 @@ impl Group<'_> {
     fn each<Q: Queue>(
         queue: &mut Q,
         shape: DeltaShape,
-        (names, inputs, memory): (&'static Names, &Inputs, Memory),
+        (names, inputs, memory): (&'static DeltaKernelNames, &Inputs, Memory),
         aligned: &[DeviceSlice],
         run: impl Fn(&mut Q, &Group<'_>) -> Result<()>,
     ) -> Result<()> {
@@ -306,7 +306,7 @@ fn scan_bytes(d: usize) -> usize {
 impl GpuKernel for DeltaRule {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { qkv, a, b, a_log, dt_bias, documents, out, shape } = self;
-        let names = Names::of(&shape, self.float_format()?)?;
+        let names = DeltaKernelNames::of(&shape, self.float_format()?)?;
         let inputs = Inputs { qkv, a, b, a_log, dt_bias, documents };
         let memory = Memory::new(queue, &shape)?;
         Group::each(queue, shape, (names, &inputs, memory), &[qkv, out], |queue, group| {
@@ -319,7 +319,7 @@ impl GpuKernel for DeltaRule {
 impl GpuKernel for DeltaRuleBackward {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { dout, qkv, a, b, a_log, dt_bias, documents, dqkv, da_log, ddt_bias, accumulate, shape, .. } = self;
-        let names = Names::of(&shape, self.float_format()?)?;
+        let names = DeltaKernelNames::of(&shape, self.float_format()?)?;
         let inputs = Inputs { qkv, a, b, a_log, dt_bias, documents };
         let memory = Memory::new(queue, &shape)?;
         Group::each(queue, shape, (names, &inputs, memory), &[qkv, dout, dqkv], |queue, group| {
