@@ -185,7 +185,7 @@ fn the_least_host_memory_of_the_guide_is_the_planners() {
     let least: u64 = guide.split_once("with moments in float32 it then fits from ").unwrap().1.split(' ').next().unwrap().parse().unwrap();
     let on = |gib: u64, plan: &[&str]| {
         let task = "simulate --json --steps=2 --model-config=llama-8b --hardware=h200-pcie5 --hbm-limit=23GiB --seq-length=4096 \
-            --per-device-train-batch-size=1 --gradient-accumulation-steps=32";
+            --per-device-train-batch-size=1 --gradient-accumulation-steps=32 --masters=float32";
         run(program(&[]).args(task.split_whitespace()).args(plan).arg(format!("--host-limit={gib}GiB")))
     };
     on(least - 1, &[]).refused(1, &["8030261248 parameters", "--moments bfloat16 would fit"]);

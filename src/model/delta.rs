@@ -28,7 +28,7 @@ impl Model {
         let (params, projected) = (self.layers[layer].delta.as_ref()?, act.projected?);
         let work = all.delta?;
         let [ddecay, dstrength] = [work.ddecay, work.dstrength].map(|work| work.slice(0, act.decay.elems()));
-        let work = DeltaWork { dqkv: work.dqkv.slice(0, act.qkv.elems()), ddecay, dstrength, ..work };
+        let work = DeltaWork { dqkv: work.dqkv.slice(0, act.qkv.elems()), ddecay, dstrength };
         let (shape, eps) = (self.shape.delta(all.batch, all.seq_length, layer)?, self.shape.layers[layer].norm.eps);
         Some(DeltaLayer { params, act, projected, work, shape, documents: all.documents, eps })
     }

@@ -480,7 +480,8 @@ fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
         let message = refusal(shape, &settings);
         words.iter().for_each(|word| assert!(message.contains(word), "`{word}` is not in `{message}`"));
     };
-    let hbm = |gib| Settings { hbm_limit: Some(Bytes(gib * GIB)), weights: WeightsChoice::Replicated, ..settings() };
+    let float32 = Settings { masters: MastersChoice::Float32, ..settings() };
+    let hbm = |gib| Settings { hbm_limit: Some(Bytes(gib * GIB)), weights: WeightsChoice::Replicated, ..float32.clone() };
     let no_way = "no smaller batch or sequence would fit either";
     refused_with(&llama_8b(), hbm(8), &["not enough device memory: ", "8.0 GiB of device memory are available", "--hbm-limit", no_way]);
     if FLOW {

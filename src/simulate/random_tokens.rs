@@ -215,18 +215,18 @@ impl RandomTokens {
             (length > 0).then_some(length)
         })
         .collect();
-        lengths.iter().for_each(|length| *self.documents.entry(*length).or_default() += 1);
-        write_documents(lengths, starts, positions);
+        self.write_documents(&lengths, starts, positions);
     }
-}
 
-/// Fills a row with documents of `lengths`: each token's document start and position in the document.
-fn write_documents(lengths: impl IntoIterator<Item = usize>, starts: &mut [i32], positions: &mut [i32]) {
-    let mut start = 0;
-    for length in lengths {
-        starts[start..][..length].fill(start as i32);
-        positions[start..][..length].iter_mut().zip(0..).for_each(|(position, place)| *position = place);
-        start += length;
+    /// Fills a row with documents of `lengths`: each token's document start and position in the document.
+    fn write_documents(&mut self, lengths: &[usize], starts: &mut [i32], positions: &mut [i32]) {
+        let mut start = 0;
+        for &length in lengths {
+            starts[start..][..length].fill(start as i32);
+            positions[start..][..length].iter_mut().zip(0..).for_each(|(position, place)| *position = place);
+            *self.documents.entry(length).or_default() += 1;
+            start += length;
+        }
     }
 }
 
@@ -245,7 +245,7 @@ impl Batches for RandomTokens {
             match (row.documents, row.pairs) {
                 (Some(starts), Some(mut pairs)) => {
                     let answers = [length / 2, length - length / 2];
-                    write_documents(answers, starts, row.positions);
+                    self.write_documents(&answers, starts, row.positions);
                     pairs.add([0, answers[0], length], [0.0; 2]);
                 }
                 (Some(starts), None) => self.separate(starts, row.positions),
@@ -268,7 +268,9 @@ mod tests {
         for seq_length in [4, 7, 64] {
             let mut memory = vec![0; 2 * batch::part_words((1, seq_length), 1, true) + 2 * batch::pair_words((1, seq_length))];
             let mut batch = Batch::of_pairs(&mut memory, seq_length);
-            RandomTokens::new(3, 50).fill(&mut batch).unwrap();
+            let mut tokens = RandomTokens::new(3, 50);
+            tokens.fill(&mut batch).unwrap();
+            assert_eq!(tokens.documents().iter().map(|(length, count)| length * count).sum::<usize>(), 2 * seq_length);
             assert_eq!(batch.count_targets(50).map(|counted| counted.units), Ok(2 * u64::from(LossWeight::WHOLE.units())));
         }
     }

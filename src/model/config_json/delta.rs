@@ -57,8 +57,8 @@ fn delta_layers(keys: &Keys, layers: usize) -> Result<Vec<bool>> {
 /// Rejects options that would change the arithmetic. `transformers` does not read the last two.
 fn refuse_unsupported(keys: &Keys) -> Result<()> {
     let taps = keys.get("linear_conv_kernel_dim").filter(|value| value.as_u64() != Some(TAPS as u64));
-    let bias = keys.get("attention_bias").filter(|value| **value != Value::from(false));
-    let gate = keys.get("attn_output_gate").filter(|value| **value != Value::from(true));
+    let bias = keys.get("attention_bias").filter(|value| value.as_bool() != Some(false));
+    let gate = keys.get("attn_output_gate").filter(|value| value.as_bool() != Some(true));
     let of_norm = keys.get("output_gate_type").filter(|value| !["swish", "silu"].map(Value::from).contains(value));
     let found = [
         ("linear_conv_kernel_dim", taps, "only 4 is supported"),
