@@ -222,91 +222,83 @@ impl HostPasses for Int8Passes {
 struct SplitPasses<P>(P);
 
 /// The arrays of a part beside its working weights.
-pub(crate) struct LowerState<M> {
+pub(crate) struct LowerState<'a> {
     /// Index of the first element in the flat order.
     first: usize,
     /// Lower halves of the masters.
-    lower: M,
-    m: M,
-    v: M,
+    lower: &'a mut [u8],
+    m: &'a mut [u8],
+    v: &'a mut [u8],
 }
 
-/// The step of split masters with one format of moments.
-trait SplitStep: Copy {
-    fn split_step(self, step: AdamStep, state: &mut LowerState<&mut [u8]>, grads: Grads<'_>, weights: &mut [bf16]);
-    fn step_constants(self, update: Update, decay: bool) -> AdamStep;
+/// Passes whose state can also have split masters.
+trait SplitStep: HostPasses<Step = AdamStep> {
+    /// The step of split masters, whose upper halves are `weights`.
+    fn split_step(self, step: AdamStep, state: &mut LowerState<'_>, grads: Grads<'_>, weights: &mut [bf16]);
 }
 
 impl<M: Moment> SplitStep for AdamWPasses<M> {
-    fn split_step(self, step: AdamStep, state: &mut LowerState<&mut [u8]>, grads: Grads<'_>, weights: &mut [bf16]) {
+    fn split_step(self, step: AdamStep, state: &mut LowerState<'_>, grads: Grads<'_>, weights: &mut [bf16]) {
         let LowerState { first, lower, m, v } = state;
         let [m, v] = [m, v].map(|moments| bytemuck::cast_slice_mut::<u8, M>(moments));
         let state = &mut SplitState { first: *first, weights, lower: bytemuck::cast_slice_mut(lower), m, v };
         self.kernels.step_split(step, state, grads);
     }
-
-    fn step_constants(self, update: Update, decay: bool) -> AdamStep {
-        constants(self.hyper, update, decay)
-    }
 }
 
 impl SplitStep for Int8Passes {
-    fn split_step(self, step: AdamStep, state: &mut LowerState<&mut [u8]>, grads: Grads<'_>, weights: &mut [bf16]) {
+    fn split_step(self, step: AdamStep, state: &mut LowerState<'_>, grads: Grads<'_>, weights: &mut [bf16]) {
         let LowerState { first, lower, m, v } = state;
         let [m, v] = [m, v].map(|moments| bytemuck::cast_slice_mut(moments));
         let state = SplitInt8State { first: *first, weights, lower: bytemuck::cast_slice_mut(lower), m, v };
         self.kernels.step_split_int8(step, state, grads);
     }
-
-    fn step_constants(self, update: Update, decay: bool) -> AdamStep {
-        constants(self.hyper, update, decay)
-    }
 }
 
 impl<P: SplitStep> HostPasses for SplitPasses<P> {
-    type State<'a> = LowerState<&'a mut [u8]>;
+    type State<'a> = LowerState<'a>;
     type Step = AdamStep;
 
-    fn state<'a>(self, first: usize, arrays: PerArray<ArrayMemory<'a>>) -> LowerState<&'a mut [u8]> {
+    fn state<'a>(self, first: usize, arrays: PerArray<ArrayMemory<'a>>) -> LowerState<'a> {
         let [lower, m, v] = arrays.into_array().map(ArrayMemory::own);
         LowerState { first, lower, m, v }
     }
 
     fn constants(self, update: Update, decay: bool) -> AdamStep {
-        self.0.step_constants(update, decay)
+        self.0.constants(update, decay)
     }
 
-    fn step(self, step: AdamStep, state: &mut LowerState<&mut [u8]>, grads: Grads<'_>, out: Weights<'_>) {
+    fn step(self, step: AdamStep, state: &mut LowerState<'_>, grads: Grads<'_>, out: Weights<'_>) {
         let Weights::Bf16(weights) = out else { unreachable!("split masters have bfloat16 weights") };
         self.0.split_step(step, state, grads, weights);
     }
 
     /// # Panics
     /// Always: a speculation would write into the state.
-    fn speculate(self, _: AdamStep, _: &mut LowerState<&mut [u8]>, _: Grads<'_>, _: Weights<'_>) {
+    fn speculate(self, _: AdamStep, _: &mut LowerState<'_>, _: Grads<'_>, _: Weights<'_>) {
         unreachable!("split masters are stepped after the verdict")
     }
 
     /// # Panics
     /// Always: no update is pending.
     #[cfg(feature = "stv")]
-    fn commit(self, _: AdamStep, _: &mut LowerState<&mut [u8]>, _: Grads<'_>) {
+    fn commit(self, _: AdamStep, _: &mut LowerState<'_>, _: Grads<'_>) {
         unreachable!("split masters are stepped after the verdict")
     }
 
     /// # Panics
     /// Always: no update is pending.
     #[cfg(feature = "stv")]
-    fn commit_then_speculate(self, _: (AdamStep, Grads<'_>), _: (AdamStep, Grads<'_>), _: &mut LowerState<&mut [u8]>, _: Weights<'_>) {
+    fn commit_then_speculate(self, _: (AdamStep, Grads<'_>), _: (AdamStep, Grads<'_>), _: &mut LowerState<'_>, _: Weights<'_>) {
         unreachable!("split masters are stepped after the verdict")
     }
 
     /// # Panics
     /// Always: settings with the inverse rollback have float32 masters.
-    fn inverse(self, _: AdamStep, _: &mut LowerState<&mut [u8]>, _: Grads<'_>) {
+    fn inverse(self, _: AdamStep, _: &mut LowerState<'_>, _: Grads<'_>) {
         unreachable!("the inverse rollback has float32 masters")
     }
 
     /// Leaves the working weights as they are: they are part of the state.
-    fn emit(self, _: &LowerState<&mut [u8]>, _: Weights<'_>) {}
+    fn emit(self, _: &LowerState<'_>, _: Weights<'_>) {}
 }

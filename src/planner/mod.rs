@@ -27,4 +27,6 @@ pub(crate) mod techniques;
 #[cfg(test)]
 mod loss_tile_tests;
 #[cfg(test)]
+mod split_master_tests;
+#[cfg(test)]
 mod tests;

@@ -249,13 +249,13 @@ fn plan(shape: &ModelShape, settings: &Settings) -> Plan {
     Plan::new(&settings.request(shape), &h200(), true).unwrap()
 }
 
-fn fitting(shape: &ModelShape, settings: &Settings) -> Plan {
+pub(super) fn fitting(shape: &ModelShape, settings: &Settings) -> Plan {
     let plan = plan(shape, settings);
     plan.check_fits(&settings.request(shape)).unwrap_or_else(|e| panic!("{e}\n{plan}"));
     plan
 }
 
-fn refusal(shape: &ModelShape, settings: &Settings) -> String {
+pub(super) fn refusal(shape: &ModelShape, settings: &Settings) -> String {
     let plan = plan(shape, settings);
     plan.check_fits(&settings.request(shape)).expect_err(&plan.to_string()).to_string()
 }
@@ -274,10 +274,10 @@ fn on_device(plan: &Plan, class: &str) -> f64 {
 }
 
 /// Whether the build has resident buckets under `superoffload`. Without them every plan in these tests offloads all or nothing.
-const REPARTITION: bool = cfg!(feature = "repartition");
+pub(super) const REPARTITION: bool = cfg!(feature = "repartition");
 
 /// Whether the build can stream weights.
-const FLOW: bool = cfg!(feature = "weight-flow");
+pub(super) const FLOW: bool = cfg!(feature = "weight-flow");
 
 #[test]
 fn a_4b_model_stays_on_the_device_and_the_plan_shows_it() {
