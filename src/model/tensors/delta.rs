@@ -61,6 +61,18 @@ mod tests {
         assert_eq!(table.matmul_params(), matrices - conv);
     }
 
+    /// Three passes over four states of 8 x 8, each with three products of two FLOPs, and scores of four heads of 8 in the other layer.
+    #[test]
+    fn a_gated_delta_rule_counts_as_its_recurrence() {
+        let shape = shape("Qwen3_5ForCausalLM");
+        assert_eq!(shape.layers.iter().map(|layer| layer.attn.is_delta()).collect::<Vec<_>>(), [true, false]);
+        for tokens in [16, 64] {
+            let (count, params) = (tokens as f64, TensorTable::new(&shape).matmul_params() as f64);
+            let (rule, scores) = (3.0 * 4.0 * 64.0 * 6.0, 6.0 * 32.0 * count);
+            assert_eq!(shape.flops_per_step(1, tokens), count * (6.0 * params + rule + scores));
+        }
+    }
+
     #[test]
     fn rows_of_gates_and_queries_alternate_in_files_by_head() {
         let table = TensorTable::new(&shape("Qwen3_5ForCausalLM"));
