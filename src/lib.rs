@@ -93,6 +93,7 @@ mod model;
 mod model_dir;
 mod optim;
 mod pair_loss;
+mod parallel;
 mod planner;
 mod probe;
 mod progress_event;

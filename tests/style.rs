@@ -118,7 +118,8 @@ const RULES: [Rule; 7] = [
             "src/checkpoint/read_ahead.rs",
             "src/checkpoint/writers.rs",
             "tests/alloc.rs",
-            // Before a step, or beside a search.
+            // Before a step, between steps, or beside a search.
+            "src/parallel.rs",
             "src/hub/download.rs",
             "src/search/progress.rs",
             "tests/hub.rs",

@@ -244,6 +244,21 @@ impl HostMemory {
         unsafe { slice.as_mut_slice() }
     }
 
+    /// The bytes of several slices for writing. No job or copy may use them meanwhile: see [`PinnedSlice`].
+    ///
+    /// # Panics
+    /// As [`HostMemory::lend`], and if slices overlap.
+    pub(crate) fn lend_each_mut<const N: usize>(&mut self, slices: [PinnedSlice; N]) -> [&mut [u8]; N] {
+        for (nth, &slice) in slices.iter().enumerate() {
+            self.expect_mine(slice);
+            let overlaps = |other: &PinnedSlice| other.addr < slice.addr + slice.bytes && slice.addr < other.addr + other.bytes;
+            assert!(!slices[..nth].iter().any(overlaps), "slices of the host's memory overlap");
+        }
+        // SAFETY: mapped while `self` is borrowed exclusively, and no two slices overlap; the maker of each job or device guarantees that
+        // it does not access lent bytes.
+        slices.map(|slice| unsafe { slice.as_mut_slice() })
+    }
+
     fn expect_mine(&self, slice: PinnedSlice) {
         let holds = |range: Range<usize>| range.start <= slice.addr && slice.addr + slice.bytes <= range.end;
         let is_mine = self.blocks.iter().any(|block| !block.is_ring && holds(block.mapping.addresses()));
@@ -459,6 +474,19 @@ mod tests {
         host.lend_mut::<u8>(block)[4095] = 1;
         for (owner, slice) in [(&other, block), (&host, end), (&host, gone), (&host, beyond), (&other, ring)] {
             assert!(std::panic::catch_unwind(|| owner.lend::<u8>(slice)[0]).is_err(), "{slice:?}");
+        }
+    }
+
+    #[test]
+    fn slices_are_lent_together_unless_they_overlap() {
+        let mut host = HostMemory::default();
+        let block = host.alloc("test", 4096).unwrap();
+        let [first, second] = host.lend_each_mut([block.slice(0, 100), block.slice(100, 50)]);
+        (first[99], second[0]) = (1, 2);
+        assert_eq!(host.lend::<u8>(block)[98..102], [0, 1, 2, 0]);
+        for (start, len) in [(99, 1), (0, 100), (50, 200), (20, 3)] {
+            let mut lend = || host.lend_each_mut([block.slice(0, 100), block.slice(start, len)]).len();
+            assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(&mut lend)).is_err(), "{len} bytes from byte {start} on");
         }
     }
 

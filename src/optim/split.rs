@@ -18,6 +18,8 @@ use crate::optim::adam::{AdamElement, AdamStep, stored_moments};
 use crate::optim::int8::{GROUP, MomentGroup};
 use crate::optim::int8_state::{self, Int8State};
 use crate::optim::moments::{Moment, Rounding};
+use crate::optim::state_array::StateArray;
+use crate::parallel::{self, PART_ELEMS};
 use half::bf16;
 use std::fmt;
 
@@ -122,9 +124,21 @@ pub(crate) fn encoded<M: Moment>(master: f32, v: M) -> (bf16, u16, M) {
     (weight, lower, v.with_sign(tie))
 }
 
-/// Splits `masters` into `weights` and `lower` halves. Their ties are in the signs of second moments: see [`set_ties`].
-pub(crate) fn split(masters: &[f32], weights: &mut [bf16], lower: &mut [u16]) {
-    for (&master, (weight, lower)) in masters.iter().zip(weights.iter_mut().zip(lower)) {
+/// Splits `masters`, as `array` stores them, into `weights` and `lower` halves, on several threads if there are many. Their ties are in the
+/// signs of second moments: see [`set_ties`].
+///
+/// # Panics
+/// If lengths differ.
+pub(crate) fn split(array: &StateArray, masters: &[f32], weights: &mut [bf16], lower: &mut [u16]) {
+    assert!(weights.len() == masters.len() && lower.len() == masters.len(), "room for the halves of {} masters", masters.len());
+    let halves = weights.chunks_mut(PART_ELEMS).zip(lower.chunks_mut(PART_ELEMS));
+    parallel::for_each(masters.chunks(PART_ELEMS).zip(halves), |(masters, (weights, lower))| {
+        split_block(masters.iter().map(|&master| array.settled(master)), weights, lower);
+    });
+}
+
+fn split_block(masters: impl Iterator<Item = f32>, weights: &mut [bf16], lower: &mut [u16]) {
+    for (master, (weight, lower)) in masters.zip(weights.iter_mut().zip(lower)) {
         let halves = SplitMaster::of(master);
         (*weight, *lower) = (halves.weight, halves.lower);
     }
@@ -142,13 +156,20 @@ pub(crate) fn set_ties(masters: &[f32], v: &mut [u8]) -> bool {
     changed
 }
 
-/// Joins the halves of `masters`, and their ties in the signs of `v`; see [`split`].
+/// Joins the halves of `masters`, and their ties in the signs of `v`, on several threads if there are many; see [`split`].
 pub(crate) fn join(weights: &[bf16], lower: &[u16], v: Option<&[u8]>, masters: &mut [f32]) {
     let width = v.map_or(0, |v| v.len() / masters.len().max(1));
-    for (i, master) in masters.iter_mut().enumerate() {
-        let tie = v.is_some_and(|v| v[(i + 1) * width - 1] & SIGN > 0);
-        *master = SplitMaster { weight: weights[i], lower: lower[i], tie }.master();
-    }
+    let halves = weights.chunks(PART_ELEMS).zip(lower.chunks(PART_ELEMS));
+    let parts = masters.chunks_mut(PART_ELEMS).zip(halves).enumerate();
+    parallel::for_each(parts, |(nth, (masters, (weights, lower)))| match v.map(|v| &v[nth * PART_ELEMS * width..]) {
+        None => join_settled(weights, lower, masters),
+        Some(v) => {
+            for (i, master) in masters.iter_mut().enumerate() {
+                let tie = v[(i + 1) * width - 1] & SIGN > 0;
+                *master = SplitMaster { weight: weights[i], lower: lower[i], tie }.master();
+            }
+        }
+    });
 }
 
 /// Joins the halves of `masters`, none of which is a tie.
@@ -225,7 +246,7 @@ pub(crate) fn step_int8<G: Element>(step: AdamStep, state: &mut SplitInt8State<'
         let groups = (std::slice::from_mut(m), std::slice::from_mut(v));
         let state = &mut Int8State::new(*first + nth * GROUP, params, groups.0, groups.1);
         int8_state::run([Some((step, grads)), None], state, Some(&mut *weights));
-        split(&masters[..grads.len()], weights, lower);
+        split_block(masters[..grads.len()].iter().copied(), weights, lower);
     }
 }
 
@@ -280,6 +301,21 @@ mod tests {
         assert_eq!(halves(0x7f7f_8000), (0x7f80, 0x8000, false), "and so does the tie below");
         for nan in [0x7f80_0001u32, 0x7f80_8000, 0x7fff_ffff, 0xff80_0001, 0xffff_8000] {
             assert!(SplitMaster::of(f32::from_bits(nan)).master().is_nan(), "{nan:#x}");
+        }
+    }
+
+    #[test]
+    fn many_masters_are_split_and_joined_in_parts() {
+        let masters = split_masters(5, 3 * PART_ELEMS + 77);
+        for array in [StateArray::PARAMS, StateArray::SETTLED] {
+            let (mut weights, mut lower) = (vec![bf16::ZERO; masters.len()], vec![0; masters.len()]);
+            split(&array, &masters, &mut weights, &mut lower);
+            let mut v = vec![1; 2 * masters.len()];
+            let has_ties = array == StateArray::PARAMS && set_ties(&masters, &mut v);
+            let mut joined = vec![0.0; masters.len()];
+            join(&weights, &lower, has_ties.then_some(&v), &mut joined);
+            let stored: Vec<f32> = masters.iter().map(|&master| array.settled(master)).collect();
+            assert!(joined == stored, "{:?}", array.rounding);
         }
     }
 

@@ -6,6 +6,7 @@ use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::optim::int8::{self, GROUP, MomentGroup, MomentKind};
 use crate::optim::moments::{Moment, Rounding};
+use crate::parallel::{self, PART_ELEMS};
 use half::bf16;
 use std::ops::{Index, Range};
 
@@ -110,19 +111,25 @@ impl StateArray {
     }
 
     /// Fills `to` with the stored form of fp32 `values`. Values that the format does not represent are rounded; `rounding` has the random
-    /// bits. The values of an array of [`MomentGroup`]s begin with a group, and zeros are stored behind the last value.
+    /// bits. The values of an array of [`MomentGroup`]s begin with a group, and zeros are stored behind the last value. Several threads store
+    /// many values.
     ///
     /// # Panics
     /// If `to` has another size, or the values of groups begin inside one.
     pub(crate) fn store(&self, values: &[f32], rounding: Rounding, to: &mut [u8]) {
+        assert_eq!(to.len(), self.bytes(values.len()), "room for the stored values");
         assert!(rounding.first.is_multiple_of(self.unit().0), "values of {} from element {} on", self.name, rounding.first);
+        let parts = values.chunks(PART_ELEMS).zip(to.chunks_mut(self.bytes(PART_ELEMS))).enumerate();
+        parallel::for_each(parts, |(nth, (values, to))| self.store_part(values, rounding.behind(nth * PART_ELEMS), to));
+    }
+
+    fn store_part(&self, values: &[f32], rounding: Rounding, to: &mut [u8]) {
         match (self.dtype, self.rounding) {
             (Dtype::Bfloat16, ArrayRounding::Stochastic) => narrow(values, to, |i, v| bf16::second(v, rounding.bits(i))),
             (Dtype::Bfloat16, _) => narrow(values, to, |_, x| bf16::from_f32(x)),
             _ => match self.groups_of() {
                 Some(kind) => int8::encode_all(kind, values, rounding, to),
                 None if self.rounding == ArrayRounding::Settled => {
-                    assert_eq!(to.len(), 4 * values.len(), "room for the stored values");
                     for (to, &value) in to.chunks_exact_mut(4).zip(values) {
                         to.copy_from_slice(&int8::settled(value).to_le_bytes());
                     }
@@ -135,8 +142,14 @@ impl StateArray {
     /// Rounds fp32 `values` that are stored in place.
     pub(crate) fn settle(&self, values: &mut [f32]) {
         if self.rounding == ArrayRounding::Settled {
-            values.iter_mut().for_each(|value| *value = int8::settled(*value));
+            parallel::for_each(values.chunks_mut(PART_ELEMS), |values| values.iter_mut().for_each(|value| *value = int8::settled(*value)));
         }
+    }
+
+    /// The fp32 `value` of a master as it is stored.
+    #[inline(always)]
+    pub(super) fn settled(&self, value: f32) -> f32 {
+        if self.rounding == ArrayRounding::Settled { int8::settled(value) } else { value }
     }
 
     /// Passes the stored form of fp32 `values` to `each`, in pieces. The format must represent the values exactly. The values of an array
@@ -168,7 +181,8 @@ impl StateArray {
         if let Some(kind) = self.groups_of() {
             let mut bytes = vec![0; self.bytes(elems)];
             read(&mut bytes)?;
-            int8::decode_all(kind, &bytes, values);
+            let parts = values.chunks_mut(PART_ELEMS).zip(bytes.chunks(self.bytes(PART_ELEMS)));
+            parallel::for_each(parts, |(values, bytes)| int8::decode_all(kind, bytes, values));
             return Ok(());
         }
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
@@ -187,7 +201,6 @@ impl StateArray {
 const PIECE: usize = 4096;
 
 fn narrow(values: &[f32], to: &mut [u8], stored: impl Fn(usize, f32) -> bf16) {
-    assert_eq!(to.len(), 2 * values.len(), "room for the stored values");
     for (i, (to, &value)) in to.chunks_exact_mut(2).zip(values).enumerate() {
         to.copy_from_slice(&stored(i, value).to_le_bytes());
     }
@@ -322,6 +335,7 @@ mod tests {
     use super::*;
     use crate::error::Error;
     use crate::optim::moments::Moments;
+    use crate::optim::samples;
 
     const INT8_PARTS: [StatePart; 3] = [StatePart::PARAMS, StatePart::M, StatePart::V];
 
@@ -355,6 +369,39 @@ mod tests {
         assert_eq!((m.bytes(0), m.bytes(1), m.bytes(128), m.bytes(129)), (0, 132, 132, 264));
         assert_eq!(m.stored_values(256), 264);
         assert_eq!([0, 1, 127, 128, 1000].map(int8::whole_groups), [128, 128, 128, 128, 896]);
+    }
+
+    #[test]
+    fn many_values_are_stored_and_loaded_in_parts_as_one_by_one() {
+        let values: Vec<f32> = samples::split_masters(3, 3 * PART_ELEMS + 77).into_iter().map(f32::abs).collect();
+        for moments in [Moments::Float32, Moments::Bfloat16, Moments::Int8] {
+            for part in INT8_PARTS {
+                let array = &moments.arrays()[part];
+                let rounding = Rounding { key: 9, first: 2 * GROUP };
+                let (mut stored, mut single) = (vec![1; array.bytes(values.len())], Vec::new());
+                array.store(&values, rounding, &mut stored);
+                for (nth, values) in values.chunks(GROUP).enumerate() {
+                    let mut bytes = vec![1; array.bytes(values.len())];
+                    array.store_part(values, rounding.behind(nth * GROUP), &mut bytes);
+                    single.extend(bytes);
+                }
+                assert!(stored == single, "{moments}, {}", array.name);
+                let loaded = |bytes: &[u8], out: &mut [f32]| {
+                    let read = |to: &mut [u8]| {
+                        to.copy_from_slice(bytes);
+                        Ok(())
+                    };
+                    array.load(out, read).unwrap();
+                };
+                let mut whole = vec![0.0; values.len()];
+                loaded(&stored, &mut whole);
+                for (out, bytes) in whole.chunks(GROUP).zip(stored.chunks(array.bytes(GROUP))) {
+                    let mut few = vec![0.0; out.len()];
+                    loaded(bytes, &mut few);
+                    assert_eq!(out, few, "{moments}, {}", array.name);
+                }
+            }
+        }
     }
 
     #[test]

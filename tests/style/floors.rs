@@ -20,6 +20,7 @@ const FLOORS: [&[&str]; 15] = [
         "memory",
         "model_dir",
         "pair_loss",
+        "parallel",
         "progress_event",
         "scalar",
         "signals",

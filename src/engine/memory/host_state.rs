@@ -6,7 +6,6 @@ use crate::host::pinned::HostMemory;
 use crate::optim::moments::Rounding;
 use crate::optim::split;
 use crate::optim::state_array::{StateArray, StatePart};
-use half::bf16;
 
 impl HostState {
     /// Writes `values`, one for each element, rounded by `rounding`; `array` is their array in a checkpoint.
@@ -49,14 +48,11 @@ impl HostState {
 
     /// Writes split masters: weights, lower halves, and ties in the signs of second moments.
     fn write_split(&self, host: &mut HostMemory, array: &StateArray, values: &[f32]) {
-        let mut masters = values.to_vec();
-        array.settle(&mut masters);
-        let (mut upper, mut lower) = (vec![bf16::ZERO; masters.len()], vec![0u16; masters.len()]);
-        split::split(&masters, &mut upper, &mut lower);
-        host.lend_mut::<bf16>(self.upper.expect("split masters")).copy_from_slice(&upper);
-        host.lend_mut::<u16>(self.arrays[StatePart::PARAMS]).copy_from_slice(&lower);
+        let halves = [self.upper.expect("split masters"), self.arrays[StatePart::PARAMS]];
+        let [upper, lower] = host.lend_each_mut(halves);
+        split::split(array, values, bytemuck::cast_slice_mut(upper), bytemuck::cast_slice_mut(lower));
         if self.has_ties() {
-            split::set_ties(&masters, host.lend_mut(self.arrays[StatePart::V]));
+            split::set_ties(values, host.lend_mut(self.arrays[StatePart::V]));
         }
     }
 

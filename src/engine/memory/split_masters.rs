@@ -13,7 +13,6 @@ const TIE_ELEMS: usize = 1 << 12;
 /// Host memory for the parts of a piece of split masters.
 #[derive(Default)]
 pub(super) struct SplitBuffers {
-    masters: Vec<f32>,
     upper: Vec<bf16>,
     lower: Vec<u16>,
     v: Vec<u8>,
@@ -39,24 +38,27 @@ impl SplitPlaces {
         (array, masters): (&StateArray, &[f32]),
         buffers: &mut SplitBuffers,
     ) -> Result<()> {
-        buffers.masters.clear();
-        buffers.masters.extend_from_slice(masters);
-        array.settle(&mut buffers.masters);
         buffers.upper.resize(masters.len(), bf16::ZERO);
         buffers.lower.resize(masters.len(), 0);
-        split::split(&buffers.masters, &mut buffers.upper, &mut buffers.lower);
+        split::split(array, masters, &mut buffers.upper, &mut buffers.lower);
         let places: [(_, &[u8]); 2] =
             [(self.weights, bytemuck::cast_slice(&buffers.upper)), (self.lower, bytemuck::cast_slice(&buffers.lower))];
         for (memory, bytes) in places {
             bounce_buffer.fill((dev, host), memory, |_, to| to.copy_from_slice(bytes))?;
         }
-        if self.has_ties { self.write_ties((dev, host), bounce_buffer, buffers) } else { Ok(()) }
+        if self.has_ties { self.write_ties((dev, host), bounce_buffer, masters, buffers) } else { Ok(()) }
     }
 
     /// Writes the ties of masters into the signs of second moments, where they change.
-    fn write_ties<D: Device>(&self, (dev, host): Sides<'_, D>, bounce_buffer: &BounceBuffer, buffers: &mut SplitBuffers) -> Result<()> {
+    fn write_ties<D: Device>(
+        &self,
+        (dev, host): Sides<'_, D>,
+        bounce_buffer: &BounceBuffer,
+        masters: &[f32],
+        buffers: &mut SplitBuffers,
+    ) -> Result<()> {
         self.read_seconds((dev, host), bounce_buffer, &mut buffers.v)?;
-        let parts = buffers.masters.chunks(TIE_ELEMS).zip(buffers.v.chunks_mut(TIE_ELEMS * self.v.dtype().bytes()));
+        let parts = masters.chunks(TIE_ELEMS).zip(buffers.v.chunks_mut(TIE_ELEMS * self.v.dtype().bytes()));
         for (nth, (masters, v)) in parts.enumerate() {
             if split::set_ties(masters, v) {
                 let part = self.v.slice(nth * TIE_ELEMS, masters.len());

@@ -4,6 +4,7 @@ use super::*;
 use crate::optim::int8::{GROUP, MomentGroup, MomentKind, settled};
 use crate::optim::samples::split_masters;
 use crate::optim::split::{self, SplitInt8State, SplitState, decoded, encoded};
+use crate::optim::state_array::StateArray;
 
 fn wild_masters(len: usize) -> Vec<f32> {
     let ties = split_masters(7, len);
@@ -76,7 +77,7 @@ type Int8Arrays = (Vec<bf16>, Vec<u16>, [Vec<MomentGroup>; 2]);
 fn int8_arrays(len: usize) -> Int8Arrays {
     let masters: Vec<f32> = split_masters(1, len).into_iter().map(settled).collect();
     let (mut weights, mut lower) = (vec![bf16::ZERO; len], vec![0; len]);
-    split::split(&masters, &mut weights, &mut lower);
+    split::split(&StateArray::PARAMS, &masters, &mut weights, &mut lower);
     let seconds: Vec<f32> = ordinary::<f32>(4, len).into_iter().map(f32::abs).collect();
     (weights, lower, [MomentKind::First.groups(&ordinary::<f32>(3, len)), MomentKind::Second.groups(&seconds)])
 }
