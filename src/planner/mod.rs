@@ -10,7 +10,7 @@ mod early;
 mod experts;
 pub(crate) mod forecast;
 pub(crate) mod machine;
-mod order;
+pub(crate) mod order;
 mod passes;
 pub(crate) mod peer_traffic;
 pub(crate) mod placement;
@@ -26,6 +26,8 @@ pub(crate) mod techniques;
 
 #[cfg(test)]
 mod loss_tile_tests;
+#[cfg(test)]
+mod small_card_tests;
 #[cfg(test)]
 mod split_master_tests;
 #[cfg(test)]

@@ -5,6 +5,21 @@ use crate::model::head_rows::HeadRows;
 use crate::model::segments::LayerSegments;
 use crate::request::Request;
 use crate::request::choices::{ActivationsChoice, LayerOrder};
+use crate::request::wanted::Wanted;
+
+/// Layers of a segment that are tried.
+pub(crate) const SEGMENT_LAYERS: [usize; 5] = [1, 2, 3, 4, 8];
+
+/// Whether the order of layers is open, and a step has several micro-batches on a single device.
+pub(crate) fn may_have_segments(request: &Request) -> bool {
+    request.wanted.layer_order == LayerOrder::Auto && request.cut.ranks() == 1 && request.step().micro_batches > 1
+}
+
+/// `request` with its layers in segments that are tried, if its order is open. Segments without a turn take least memory.
+pub(crate) fn in_segments(request: &Request) -> impl Iterator<Item = Request> {
+    let lengths = SEGMENT_LAYERS.into_iter().filter(|_| may_have_segments(request));
+    lengths.map(|layers| request.with(Wanted { layer_order: LayerOrder::Segments { layers, turn: 0 }, ..request.wanted.clone() }))
+}
 
 /// The segments of `request`.
 ///

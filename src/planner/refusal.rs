@@ -2,6 +2,7 @@
 
 use super::budget::Balance;
 use super::machine::Machine;
+use super::order::in_segments;
 use crate::bucket::layout::Tier;
 use crate::error::{Error, Result};
 use crate::memory::MemorySpace;
@@ -65,18 +66,24 @@ impl Plan {
     /// The first change of one setting with which the plan fits.
     fn advice(&self, request: &Request) -> Option<String> {
         self.remedies(request).into_iter().find_map(|(flag, changed)| {
-            let plan = Plan::new(&changed, &self.site.machine, self.site.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
+            let plan = self.fitting(&changed).or_else(|| in_segments(&changed).find_map(|changed| self.fitting(&changed)))?;
             let value = match flag {
                 "resident-buckets" => format!(" {}", plan.placement.layout.buckets_in(Tier::Device).len()),
                 "activations" if changed.wanted.activations == ActivationsChoice::Auto => " auto".into(),
                 "activations" => " recompute-block".into(),
                 "per-device-train-batch-size" => format!(" {}", plan.recipe.step.micro_batch),
+                "layer-order" => format!(" {}", plan.layer_order()),
                 "gradient-shares" | "moments bfloat16 --gradient-shares" => format!(" {}", plan.recipe.step.shares),
                 "seq-length" => format!(" {}", plan.recipe.step.seq_length),
                 _ => String::new(),
             };
             Some(format!("--{flag}{value} would fit"))
         })
+    }
+
+    /// The plan of `request` on this machine, if it fits.
+    fn fitting(&self, request: &Request) -> Option<Self> {
+        Self::new(request, &self.site.machine, self.site.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())
     }
 
     /// Requests that differ in the named flag, the smallest change first: changes that cost time come before changes of the training.
@@ -108,6 +115,7 @@ impl Plan {
             ("masters auto", with(&|r| r.wanted.masters = MastersChoice::Auto)),
             ("allow-changed numerics", with(&|r| r.kernels.loss_tile = None)),
         ];
+        remedies.extend(in_segments(request).map(|changed| ("layer-order", changed)));
         remedies.extend(batches);
         // fp32 sums may be stored on the host. Gradients of a single share accumulate in place.
         let is_alone = self.site.ranks == 1 && self.recipe.step.micro_batches > 1 && self.recipe.step.shares == 1;

@@ -605,41 +605,6 @@ fn weights_that_do_not_fit_are_streamed() {
     assert!(text.contains("stream from host memory through a ring of 1.4 GiB, forward and backward"), "{text}");
 }
 
-/// 131,072 tokens a step on small GPUs: the fp32 sums of 32 partial sums are on the host and pass through three bucket buffers on the
-/// device.
-#[test]
-fn sums_that_do_not_fit_the_device_lie_on_the_host() {
-    if !(FLOW && REPARTITION) {
-        return;
-    }
-    let shares =
-        Settings { per_device_train_batch_size: 1, gradient_accumulation_steps: Some(32), gradient_shares: Some(32), ..settings() };
-    let packed = Settings { moments: Moments::Bfloat16, ..shares.clone() };
-    for (shape, gpu, host) in [(llama_8b(), 23, 120), (qwen3_4b(), 8, 64)] {
-        let limited =
-            |settings: &Settings| Settings { hbm_limit: Some(Bytes(gpu * GIB)), host_limit: Some(Bytes(host * GIB)), ..settings.clone() };
-        let plan = fitting(&shape, &limited(&packed));
-        let class = |name: &str| plan.forecast.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
-        let (flat, offloaded, bucket) =
-            (plan.placement.layout.flat_elems(), plan.placement.layout.offloaded_elems(), plan.placement.layout.bucket_elems());
-        assert!(plan.placement.rings.sums_on_host && plan.placement.rings.grads.is_some(), "{plan}");
-        assert_eq!((class("gradients' sums"), class("gradient sums")), (4 * offloaded, 4 * (flat - offloaded)), "{plan}");
-        assert_eq!(class("passing sums"), 3 * 4 * bucket, "{plan}");
-        // The sums cross the link 31 times in each direction.
-        let predicted = plan.forecast.predicted.unwrap();
-        assert!(predicted.link_s > 31.0 * (4 * offloaded) as f64 / 51e9 && predicted.step_s >= predicted.link_s, "{plan}");
-        assert!(plan.to_string().contains(" of gradient sums are kept in host memory and added on the device"), "{plan}");
-        // fp32 moments do not fit next to the sums, and a single share, which accumulates on the device, does not fit either.
-        let too_much = refusal(&shape, &limited(&shares));
-        assert!(too_much.contains("; --moments bfloat16 would fit"), "{too_much}");
-    }
-    let one = Settings { gradient_shares: None, hbm_limit: Some(Bytes(8 * GIB)), host_limit: Some(Bytes(64 * GIB)), ..packed };
-    let advice = refusal(&qwen3_4b(), &one);
-    assert!(advice.contains("; --gradient-shares 32 would fit"), "{advice}");
-    let advice = refusal(&qwen3_4b(), &Settings { moments: Moments::Float32, ..one });
-    assert!(advice.contains("; --moments bfloat16 --gradient-shares 32 would fit"), "{advice}");
-}
-
 #[test]
 fn sums_are_kept_where_a_round_is_not_the_step_and_twice_where_it_ends_within_a_group() {
     assert_eq!([(4, 1), (4, 2)].map(|shares| kept_sums(shares, 4)), [0; 2]);

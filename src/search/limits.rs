@@ -1,13 +1,13 @@
 //! Limits of a machine: the largest batch, sequence and model that fit, and the number of tokens below which the optimizer is exposed.
 
-use super::{SEGMENT_LAYERS, may_have_segments};
 use crate::error::Result;
 use crate::hardware::profile::Profile;
 use crate::model::tensors::TensorTable;
 use crate::planner::machine::Machine;
+use crate::planner::order::in_segments;
 use crate::planner::plan::Plan;
 use crate::request::Request;
-use crate::request::choices::{ActivationsChoice, EarlyRows, LayerOrder, ResidentBuckets, WeightsChoice};
+use crate::request::choices::{ActivationsChoice, EarlyRows, ResidentBuckets, WeightsChoice};
 use crate::request::cut::{StepCut, StepSplit};
 use crate::request::wanted::Wanted;
 use crate::simulate::clip::Clip;
@@ -90,17 +90,13 @@ impl LargestModel {
     }
 }
 
-/// Whether `request` has a plan that fits, in the usual order or in segments of layers, of which those without a turn take least memory.
+/// Whether `request` has a plan that fits, in the usual order or in segments of layers.
 fn fits(request: &Request, machine: &Machine) -> bool {
-    let in_segments = |layers| {
-        let layer_order = LayerOrder::Segments { layers, turn: 0 };
-        has_plan(&request.with(Wanted { layer_order, ..request.wanted.clone() }), machine)
-    };
-    fits_in_order(request, machine) || may_have_segments(request) && SEGMENT_LAYERS.into_iter().any(in_segments)
+    fits_in_order(request, machine) || in_segments(request).any(|request| has_plan(&request, machine))
 }
 
-/// Whether `request` has a plan that fits in its order, or in the usual one if the order is open. Two uniform policies with little memory are tried first. They are among the candidates of every
-/// plan whose policies are open, so a plan fits if one of them does.
+/// Whether `request` has a plan that fits in its order, or in the usual one if the order is open. Two uniform policies with little memory
+/// are tried first. They are among the candidates of every plan whose policies are open, so a plan fits if one of them does.
 fn fits_in_order(request: &Request, machine: &Machine) -> bool {
     // A request for streams or early rows is refused if the fastest plan that fits has none, so all candidates count.
     let any_will_do =

@@ -24,6 +24,7 @@ mod tests;
 
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
+use crate::planner::order::{SEGMENT_LAYERS, may_have_segments};
 use crate::planner::plan::Plan;
 use crate::planner::resolve::SLOTS;
 use crate::request::Request;
@@ -44,13 +45,6 @@ use std::thread::{self, available_parallelism};
 const STEPS: Steps = Steps { warmup: 2, timed: 10, clip: Clip::OneIn(NonZeroU64::new(10).unwrap()) };
 /// A change must shorten the step to this fraction. Rates are not known more precisely.
 const WORTH: f64 = 0.995;
-/// Whether the order of layers is open, and a step has several micro-batches on a single device.
-fn may_have_segments(request: &Request) -> bool {
-    request.wanted.layer_order == LayerOrder::Auto && request.cut.ranks() == 1 && request.step().micro_batches > 1
-}
-
-/// Layers of a segment that are tried.
-const SEGMENT_LAYERS: [usize; 5] = [1, 2, 3, 4, 8];
 /// Maximum number of concurrent simulations. Each reserves as much address space as its plan has memory.
 const WORKERS_MAX: usize = 16;
 
