@@ -147,7 +147,7 @@ fn attention(keys: &Keys, spec: &FamilySpec, channels: usize) -> Result<Attn> {
     let head_dim = head_dim(keys, spec, channels, heads)?;
     let has_qk_norm = keys.rule(spec.has_qk_norm)?;
     Ok(Attn {
-        kind: if spec.delta { AttnKind::GatedSoftmax } else { AttnKind::Softmax },
+        kind: if spec.delta.is_some() { AttnKind::GatedSoftmax } else { AttnKind::Softmax },
         heads,
         kv_heads,
         head_dim,

@@ -1,5 +1,6 @@
 //! The differences between the supported families, as one table.
 
+pub(super) mod delta;
 mod text_parts;
 
 use super::layer_shape::{Act, NormKind, QkSpan};
@@ -268,8 +269,8 @@ pub(crate) struct FamilySpec {
     /// Whether attention has sinks.
     pub(crate) sinks: bool,
     pub(crate) moe: Option<MoeSpec>,
-    /// Whether some layers have a gated delta rule, and attention of all other layers has a gate, as in Qwen3.5.
-    pub(crate) delta: bool,
+    /// Storage of the gated delta rule that some layers have, if attention of all other layers has a gate, as in Qwen3.5.
+    pub(crate) delta: Option<delta::DeltaFiles>,
     /// How files hold this decoder as the text part of a multimodal model; `None`: the model is text only.
     pub(crate) text_part: Option<TextPart>,
 }
@@ -398,7 +399,7 @@ const LLAMA: FamilySpec = FamilySpec {
     interleaved: false,
     sinks: false,
     moe: None,
-    delta: false,
+    delta: None,
     text_part: None,
 };
 
@@ -440,31 +441,6 @@ const QWEN3: FamilySpec = FamilySpec {
     head_dim: Missing::Refuse,
     window: WindowRule::ByType(QWEN_TYPES),
     ..LLAMA
-};
-
-const QWEN35: FamilySpec = FamilySpec {
-    architecture: "Qwen3_5ForCausalLM",
-    plus_one: true,
-    qkv_bias: Presence::Never,
-    out_bias: Presence::Never,
-    window: WindowRule::Never,
-    partial_rotary: Some(0.25),
-    delta: true,
-    ..QWEN3
-};
-
-const QWEN35_MOE: FamilySpec = FamilySpec {
-    architecture: "Qwen3_5MoeForCausalLM",
-    moe: Some(MoeSpec {
-        names: MoeNames { shared: Some(GATED_EXPERT), ..LLAMA_EXPERTS },
-        width: "moe_intermediate_size",
-        renormalised: Presence::Always,
-        layers: ExpertLayers::All,
-        sigmoid: false,
-        shared: Some(SharedWidth::Key("shared_expert_intermediate_size")),
-        is_gpt_oss: false,
-    }),
-    ..QWEN35
 };
 
 const OLMO2: FamilySpec =
@@ -556,7 +532,7 @@ static FAMILIES: &[FamilySpec] = &[
     MINISTRAL3,
     QWEN2,
     QWEN3,
-    QWEN35,
+    delta::QWEN35,
     FamilySpec {
         architecture: "Phi3ForCausalLM",
         names: &PHI3_NAMES,
@@ -658,7 +634,8 @@ static FAMILIES: &[FamilySpec] = &[
         ..LLAMA
     },
     QWEN3_MOE,
-    QWEN35_MOE,
+    delta::QWEN35_MOE,
+    delta::QWEN3_NEXT,
     FamilySpec {
         architecture: "OlmoeForCausalLM",
         mlp_bias: Presence::Never,
@@ -738,7 +715,6 @@ const INEXPRESSIBLE: &[(&str, &str)] = &[
     ("DeepseekV3ForCausalLM", "latent attention"),
     ("Llama4ForCausalLM", "chunked attention and scaled queries"),
     ("Llama4ForConditionalGeneration", "chunked attention and scaled queries"),
-    ("Qwen3NextForCausalLM", "linear attention with projections that are fused by head"),
     ("JambaForCausalLM", "state space layers"),
 ];
 

@@ -152,9 +152,15 @@ impl Flat<'_> {
     }
 
     fn delta(&self, module: Module) -> Option<DeltaParams> {
-        self.find(module, Role::DeltaConv).map(|conv| DeltaParams {
-            decay: self.linear(module, Role::DeltaDecay, None),
-            strength: self.linear(module, Role::DeltaStrength, None),
+        let conv = self.find(module, Role::DeltaConv)?;
+        let decay = self.linear(module, Role::DeltaDecay, None);
+        let (decay, strength) = match self.spec(module, Role::DeltaDecay).gate_rows() {
+            0 => (decay, self.linear(module, Role::DeltaStrength, None)),
+            rows => (decay.rows(0..rows), decay.rows(rows..decay.out_cols)),
+        };
+        Some(DeltaParams {
+            decay,
+            strength,
             conv,
             rate: self.expect(module, Role::DeltaRate),
             decay_bias: self.expect(module, Role::DeltaDecayBias),

@@ -4,7 +4,9 @@
 //! a contiguous bucket is complete early: [`Module::Head`], the last layer down to layer 0, [`Module::Embed`].
 
 mod delta;
+mod interleaved;
 
+use self::interleaved::Interleaved;
 use super::family::{ExpertFiles, MoeNames, Names, Orientation, SharedNames};
 use super::layer_shape::{Attn, AttnKind, Ffn, LayerShape, Mlp, Moe, NormKind, NormSpec, QkSpan, SharedExpertShape};
 use super::shape::ModelShape;
@@ -47,8 +49,8 @@ pub enum Role {
     PostAttnNorm,
     /// Bias of the norm after attention `[channels]`.
     PostAttnNormBias,
-    /// Fused query, key and value rows `[(heads + 2 kv_heads) head_dim, channels]`. With a gated softmax, `heads head_dim` rows of gates
-    /// come first.
+    /// Fused query, key and value rows `[(heads + 2 kv_heads) head_dim, channels]`. With a gated softmax, and with a gated delta rule
+    /// without [`Role::DeltaGate`], rows of gates come first, as many as the output has channels.
     Qkv,
     QkvBias,
     /// Norm of queries `[head_dim]` or `[heads head_dim]`.
@@ -59,7 +61,7 @@ pub enum Role {
     Sinks,
     /// Gate of a gated delta rule's output `[heads head_dim, channels]`.
     DeltaGate,
-    /// Decay of a gated delta rule `[heads, channels]`.
+    /// Decay of a gated delta rule `[heads, channels]`; without [`Role::DeltaStrength`], `heads` rows of the strength follow.
     DeltaDecay,
     /// Strength of a gated delta rule's updates `[heads, channels]`.
     DeltaStrength,
@@ -193,21 +195,19 @@ pub struct HfPart {
     pub(crate) either_way: bool,
     /// Whether the table's tensor has the elements of the file as sums of [`super::correction::split`].
     pub(crate) split: bool,
-    /// Rows of a head, if rows of queries and of gates alternate in the file by head. The table has the gates of all heads, then the queries.
-    pub(crate) gated_heads: Option<usize>,
+    /// The order of rows in the file, if it is not the table's.
+    pub(crate) interleaved: Option<Interleaved>,
 }
 
 impl HfPart {
     /// The file's tensor `name`, whose rows are those from `row_start` on.
     fn plain(name: String, row_start: usize, rows: usize) -> Self {
-        Self { name, row_start, rows, transposed: false, stacked: None, either_way: false, split: false, gated_heads: None }
+        Self { name, row_start, rows, transposed: false, stacked: None, either_way: false, split: false, interleaved: None }
     }
 
     /// Row in the table's part of row `row` of the file's tensor.
     pub(crate) fn table_row(&self, row: usize) -> usize {
-        let Some(head_dim) = self.gated_heads else { return row };
-        let (head, within, half) = (row / (2 * head_dim), row % (2 * head_dim), self.rows / 2);
-        if within < head_dim { half + head * head_dim + within } else { head * head_dim + within - head_dim }
+        self.interleaved.map_or(row, |order| order.table_row(row, self.rows))
     }
 
     /// Number of matrices in this part, and rows of each.
@@ -261,7 +261,7 @@ impl TensorSpec {
 
     /// Leading rows of gates in a projection to queries, keys and values; 0 without gates.
     pub(super) fn gate_rows(&self) -> usize {
-        self.files.iter().filter(|file| file.gated_heads.is_some()).map(|file| file.rows / 2).sum()
+        self.files.iter().filter_map(|file| file.interleaved.map(|order| order.gate_rows(file.rows))).sum()
     }
 
     /// Elements of one row: 1 for vectors.
@@ -637,7 +637,7 @@ impl TableBuilder<'_> {
             return self.linear(module, qkv_roles, &paths, qkv_rows, channels, self.matrix_init());
         }
         let mut files = in_a_row(&paths, "weight", &[2 * q_rows, kv_rows, kv_rows], false);
-        files[0].gated_heads = Some(head_dim);
+        files[0].interleaved = Some(Interleaved::new(&[head_dim, head_dim]));
         self.push(module, Role::Qkv, vec![2 * (q_rows + kv_rows), channels], self.matrix_init(), files);
     }
 
@@ -685,10 +685,6 @@ pub(super) mod tests {
         let spec = Family::find(architecture).unwrap().spec();
         let more = match spec.moe {
             None if spec.scales_queries => r#", "rope_scaling": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}"#,
-            None if spec.delta => {
-                r#", "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-                "full_attention_interval": 2"#
-            }
             None => "",
             Some(_) => {
                 r#", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1,
@@ -698,7 +694,9 @@ pub(super) mod tests {
         let text = format!(
             r#"{{"architectures": ["{architecture}"], "vocab_size": 60, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
-            "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-5{more}}}"#
+            "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-5,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+            "full_attention_interval": 2{more}}}"#
         );
         ModelShape::parse(&nested(architecture, &text), Path::new("config.json")).unwrap()
     }

@@ -1,6 +1,6 @@
 """Writes the golden values of tests/parity.rs: tiny random models of every family, trained for ten steps by PyTorch.
 
-Made with torch 2.15.0, transformers 5.23.0 (ministral3, glm4_moe, dots1, qwen2_moe, qwen3_weighted, qwen3_5, qwen3_5_moe: 5.24.0) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
+Made with torch 2.15.0, transformers 5.23.0 (ministral3, glm4_moe, dots1, qwen2_moe, qwen3_weighted, qwen3_5, qwen3_5_moe, qwen3_next: 5.24.0) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
 
     python generate.py [FAMILY...]
 
@@ -178,6 +178,13 @@ FAMILIES["qwen3_5_moe"] = transformers.Qwen3_5MoeTextConfig(
     layer_types=["linear_attention", "full_attention"], moe_intermediate_size=12, shared_expert_intermediate_size=20, num_experts=6,
     num_experts_per_tok=2, rms_norm_eps=DELTA_EPSILON, rope_parameters=dict(plain_rope(1000.0), partial_rotary_factor=0.25),
 )
+# Projections whose rows alternate by head of keys, and a layer without experts.
+FAMILIES["qwen3_next"] = transformers.Qwen3NextConfig(
+    **dict(SIZES, num_hidden_layers=3), **COMMON, num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=6,
+    linear_key_head_dim=8, linear_value_head_dim=8, layer_types=["linear_attention", "linear_attention", "full_attention"],
+    moe_intermediate_size=12, shared_expert_intermediate_size=20, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True,
+    mlp_only_layers=[1], rms_norm_eps=DELTA_EPSILON, rope_parameters=dict(plain_rope(1000.0), partial_rotary_factor=0.25),
+)
 # Lengths of documents in rows of packed families, row by row in turn. Each document runs alone: transformers' delta rule in plain torch
 # ignores where documents begin.
 PACKED = {"qwen3_5_packed": [[130], [1, 63, 64, 2], [65, 65], [66, 64]]}
@@ -192,7 +199,7 @@ BALANCE = {"qwen3_moe_balanced": 2.0}
 
 def randomize(model, generator):
     """Norms off one and biases off zero, so that each of them matters."""
-    centred = [name for name, module in model.named_modules() if type(module).__name__ in ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")]
+    centred = [name for name, module in model.named_modules() if type(module).__name__ in ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm")]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)

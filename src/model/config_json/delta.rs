@@ -12,7 +12,7 @@ const INTERVAL: usize = 4;
 
 /// Attention of each layer with a gated delta rule; `None` for layers with scores, whose attention is `attn`.
 pub(super) fn layers(keys: &Keys, spec: &FamilySpec, layers: usize, attn: Attn) -> Result<Vec<Option<Attn>>> {
-    if !spec.delta {
+    if spec.delta.is_none() {
         return Ok(vec![None; layers]);
     }
     refuse_unsupported(keys)?;

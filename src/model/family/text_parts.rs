@@ -4,9 +4,10 @@
 //! Text tokens have equal temporal, vertical and horizontal positions. Therefore rotations in sections (`mrope`) are plain rotations for
 //! them, in any division of the channels.
 
+use super::delta::{QWEN35, QWEN35_MOE};
 use super::{
     ExpertFiles, ExpertLayers, FamilySpec, GATED_EXPERT, GEMMA_NAMES, GEMMA3, LLAMA_EXPERTS, LLAMA_NAMES, MINISTRAL3, MISTRAL, MoeNames,
-    MoeSpec, Names, Orientation, Presence, QWEN2, QWEN3, QWEN3_MOE, QWEN35, QWEN35_MOE, STACKED, SharedWidth, WindowRule,
+    MoeSpec, Names, Orientation, Presence, QWEN2, QWEN3, QWEN3_MOE, STACKED, SharedWidth, WindowRule,
 };
 use crate::model::text_part::{Layout, TextPart};
 

@@ -1,7 +1,9 @@
 //! Tensors of a layer with a gated delta rule.
 
+use super::interleaved::Interleaved;
 use super::{HfPart, Init, Module, Role, TableBuilder};
 use crate::device::TAPS;
+use crate::model::family::delta::DeltaFiles;
 use crate::model::layer_shape::Attn;
 
 impl TableBuilder<'_> {
@@ -17,6 +19,18 @@ impl TableBuilder<'_> {
         // A file has a matrix of one row for each channel.
         let conv = HfPart { stacked: Some(rows), ..HfPart::plain(name("conv1d.weight"), 0, rows) };
         self.push(module, Role::DeltaConv, vec![rows, TAPS], init, vec![conv]);
+        if self.shape.family.spec().delta == Some(DeltaFiles::ByHead) {
+            let (shared, dim) = (heads / attn.kv_heads, attn.head_dim);
+            let by_head = [
+                (Role::DeltaDecay, "in_proj_ba", Interleaved::new(&[shared, shared]), 2 * heads),
+                (Role::Qkv, "in_proj_qkvz", Interleaved::new(&[dim, dim, shared * dim, shared * dim]), rows + cols),
+            ];
+            for (role, file, order, rows) in by_head {
+                let part = HfPart { interleaved: Some(order), ..HfPart::plain(name(&format!("{file}.weight")), 0, rows) };
+                self.push(module, role, vec![rows, channels], init, vec![part]);
+            }
+            return;
+        }
         for (role, file, rows) in [
             (Role::DeltaDecay, "in_proj_a", heads),
             (Role::DeltaStrength, "in_proj_b", heads),
@@ -71,6 +85,37 @@ mod tests {
             let (rule, scores) = (3.0 * 4.0 * 64.0 * 6.0, 6.0 * 32.0 * count);
             assert_eq!(shape.flops_per_step(1, tokens), count * (6.0 * params + rule + scores));
         }
+    }
+
+    /// Two heads of keys of 3 channels, each with two heads of values: rows of the file are moved as `torch.split` and `torch.cat` of
+    /// `transformers` move them.
+    #[test]
+    fn projections_that_alternate_by_head_of_keys_are_put_apart() {
+        let order = Interleaved::new(&[3, 3, 6, 6]);
+        let file = ["q0", "k0", "v0", "z0", "q1", "k1", "v1", "z1"].into_iter().zip([3, 3, 6, 6].repeat(2));
+        let file: Vec<String> = file.flat_map(|(name, rows)| (0..rows).map(move |row| format!("{name}.{row}"))).collect();
+        let table: Vec<String> = ["z0", "z1", "q0", "q1", "k0", "k1", "v0", "v1"]
+            .into_iter()
+            .flat_map(|name| file.iter().filter(move |row| row.starts_with(name)).cloned())
+            .collect();
+        let part = HfPart { interleaved: Some(order), ..HfPart::plain("in_proj_qkvz.weight".into(), 0, file.len()) };
+        for (row, name) in file.iter().enumerate() {
+            assert_eq!(table[part.table_row(row)], *name);
+        }
+        let mut by_run = vec![""; file.len()];
+        for (row, table_row, rows) in order.runs(file.len()) {
+            (0..rows).for_each(|at| by_run[table_row + at] = &file[row + at]);
+        }
+        assert_eq!(by_run, table);
+    }
+
+    #[test]
+    fn a_rule_by_head_has_its_gates_and_decays_before_the_other_rows() {
+        let table = TensorTable::new(&shape("Qwen3NextForCausalLM"));
+        let rows = |role| table.find(Module::Layer(0), role).map(|spec| (spec.shape[0], spec.gate_rows()));
+        assert_eq!(rows(Role::Qkv), Some((64 + 32, 32)), "queries, keys, values and gates");
+        assert_eq!(rows(Role::DeltaDecay), Some((4 + 4, 4)), "decays and strengths");
+        assert_eq!((rows(Role::DeltaGate), rows(Role::DeltaStrength)), (None, None));
     }
 
     #[test]

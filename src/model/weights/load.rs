@@ -347,7 +347,7 @@ impl Reader {
         let elems = part.rows * cols;
         match source {
             PartSource::Plain(tensor) if part.split => self.read_split(tensor, (first, elems), write),
-            PartSource::Plain(tensor) if part.gated_heads.is_some() => self.read_rows(part, tensor, (first, cols), write),
+            PartSource::Plain(tensor) if part.interleaved.is_some() => self.read_rows(part, tensor, (first, cols), write),
             PartSource::Plain(tensor) if part.transposed => self.read_transposed(part, tensor, (first, cols), write),
             PartSource::Plain(tensor) => {
                 self.read_in_order(first, elems, write, |reader, start| tensor.read(start, &mut reader.raw, &mut reader.block))
@@ -399,11 +399,10 @@ impl Reader {
         (first, cols): (usize, usize),
         write: &mut impl FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
-        let run = part.gated_heads.unwrap_or(part.rows);
-        for row in (0..part.rows).step_by(run) {
-            let (from, to) = (row * cols, first + part.table_row(row) * cols);
-            let fill = |reader: &mut Self, start| source.read(from + start, &mut reader.raw, &mut reader.block);
-            self.read_in_order(to, run * cols, write, fill)?;
+        let runs = part.interleaved.into_iter().flat_map(|order| order.runs(part.rows));
+        for (row, table_row, rows) in runs {
+            let fill = |reader: &mut Self, start| source.read(row * cols + start, &mut reader.raw, &mut reader.block);
+            self.read_in_order(first + table_row * cols, rows * cols, write, fill)?;
         }
         Ok(())
     }

@@ -44,6 +44,8 @@ fn config(architecture: &str) -> Value {
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 32, "rms_norm_eps": 1e-6,
             "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "rope_scaling": {"rope_type": "default"},
             "n_shared_experts": 1, "shared_expert_intermediate_size": 14, "max_window_layers": 2, "partial_rotary_factor": 1.0,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 5,
+            "full_attention_interval": 2,
         }),
         _ => json!({
             "architectures": [architecture], "vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
