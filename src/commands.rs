@@ -166,15 +166,13 @@ pub fn resume(dir: &Path, flags: TrainOptions) -> Result<TrainOptions> {
     RecordedRun::open(dir, Check::WhenRead)?.resumed(flags)
 }
 
-/// Samples the model of a run after each prompt of `options`. The result prints the texts, each after its prompt if there are several.
+/// Samples the model of a run after each prompt of `options`. The result prints the texts, each after its prompt if there are several, or
+/// lines of JSON.
 ///
 /// # Errors
 /// `Usage` for invalid options; errors of the checkpoint and of the device.
 pub fn sample(options: &SampleOptions) -> Result<impl Display + use<>> {
-    let texts = sample::sample(options, &StopFlag::on_signals(&StopSignal::ALL)?)?;
-    let is_one = texts.len() == 1;
-    let text = |(prompt, text): (&String, String)| if is_one { text } else { format!("> {prompt}\n{text}\n") };
-    Ok(options.prompt.iter().zip(texts).map(text).collect::<Vec<_>>().join("\n"))
+    sample::sample(options, &StopFlag::on_signals(&StopSignal::ALL)?)
 }
 
 /// Measures training steps on random weights and tokens. Appends the record to `options.out` as a line of JSON, if set. Of several

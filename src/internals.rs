@@ -146,6 +146,11 @@ pub mod optim {
     pub use crate::optim::state_array::{StateArrays, StatePart};
 }
 
+/// Losses of pairs and of sampled completions.
+pub mod objective {
+    pub use crate::policy_loss::{PolicyLoss, PolicyLossKind, PolicyTerms, PolicyToken};
+}
+
 /// Losses of pairs.
 pub mod pair_loss {
     pub use crate::pair_loss::{AnswerSum, PairLoss, PairLossKind, PairTerms};

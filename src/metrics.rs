@@ -4,8 +4,10 @@ use crate::engine::memory::expert_rows::ExpertLoad;
 use crate::engine::protocol::coordinator::Counts;
 use crate::hardware::parse::meminfo_bytes;
 use crate::memory::MemorySpace;
+use crate::objective::ObjectiveMetrics;
 use crate::pair_loss::PairMetrics;
 use crate::planner::plan::Plan;
+use crate::policy_loss::PolicyMetrics;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -70,9 +72,9 @@ pub struct StepMetrics {
     pub d2h_bytes: u64,
     /// Bytes copied to the devices since the last line, over the links of all ranks.
     pub h2d_bytes: u64,
-    /// Means over the pairs of the step; omitted if the loss is that of tokens.
+    /// Means over the pairs or completions of the step; omitted for the cross-entropy of tokens.
     #[serde(flatten)]
-    pub pairs: Option<PairLine>,
+    pub objective: Option<ObjectiveLine>,
     /// How evenly the step's rows were distributed to experts; omitted if the model has none.
     #[serde(flatten)]
     pub expert_load: Option<ExpertLoad>,
@@ -103,9 +105,78 @@ pub struct PairLine {
     pub logp_rejected: f64,
 }
 
+/// Means over the tokens of completions, by the names of TRL.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+pub struct PolicyLine {
+    /// Probability now divided by that when the token was sampled.
+    #[serde(rename = "sampling/importance_sampling_ratio/mean")]
+    pub ratio: f64,
+    /// Fraction of tokens whose ratio is clipped from below.
+    #[serde(rename = "clip_ratio/low_mean")]
+    pub clipped_low: f64,
+    /// Fraction of tokens whose ratio is clipped from above.
+    #[serde(rename = "clip_ratio/high_mean")]
+    pub clipped_high: f64,
+    /// Fraction of tokens whose ratio is clipped.
+    #[serde(rename = "clip_ratio/region_mean")]
+    pub clipped: f64,
+    /// Divergence from the reference; omitted if beta is 0.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kl: Option<f64>,
+}
+
+impl PolicyLine {
+    /// The names and the numbers.
+    fn numbers(&self) -> Vec<(&'static str, f64)> {
+        let always = [
+            ("sampling/importance_sampling_ratio/mean", self.ratio),
+            ("clip_ratio/low_mean", self.clipped_low),
+            ("clip_ratio/high_mean", self.clipped_high),
+            ("clip_ratio/region_mean", self.clipped),
+        ];
+        always.into_iter().chain(self.kl.map(|kl| ("kl", kl))).collect()
+    }
+}
+
+/// Means over pairs or over the tokens of completions.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+#[serde(untagged)]
+pub enum ObjectiveLine {
+    /// Of a loss of pairs.
+    Pairs(PairLine),
+    /// Of a loss of completions.
+    Policy(PolicyLine),
+}
+
+impl ObjectiveLine {
+    /// The names and the numbers.
+    pub(crate) fn numbers(&self) -> Vec<(&'static str, f64)> {
+        match self {
+            Self::Pairs(line) => line.numbers().into(),
+            Self::Policy(line) => line.numbers(),
+        }
+    }
+}
+
+impl From<ObjectiveMetrics> for ObjectiveLine {
+    fn from(metrics: ObjectiveMetrics) -> Self {
+        match metrics {
+            ObjectiveMetrics::Pairs(metrics) => Self::Pairs(metrics.into()),
+            ObjectiveMetrics::Policy(metrics) => Self::Policy(metrics.into()),
+        }
+    }
+}
+
+impl From<PolicyMetrics> for PolicyLine {
+    fn from(metrics: PolicyMetrics) -> Self {
+        let PolicyMetrics { ratio, clipped_low, clipped_high, kl } = metrics;
+        Self { ratio, clipped_low, clipped_high, clipped: clipped_low + clipped_high, kl }
+    }
+}
+
 impl PairLine {
     /// The names and the numbers.
-    pub(crate) fn numbers(&self) -> [(&'static str, f64); 6] {
+    fn numbers(&self) -> [(&'static str, f64); 6] {
         [
             ("rewards/chosen", self.reward_chosen),
             ("rewards/rejected", self.reward_rejected),
@@ -125,8 +196,8 @@ impl From<PairMetrics> for PairLine {
 }
 
 /// Writes the numbers with `eval_` before their names.
-fn with_eval_names<S: serde::Serializer>(pairs: &Option<PairLine>, serializer: S) -> Result<S::Ok, S::Error> {
-    let numbers = pairs.iter().flat_map(PairLine::numbers);
+fn with_eval_names<S: serde::Serializer>(objective: &Option<ObjectiveLine>, serializer: S) -> Result<S::Ok, S::Error> {
+    let numbers = objective.iter().flat_map(ObjectiveLine::numbers);
     serializer.collect_map(numbers.map(|(name, number)| (format!("eval_{name}"), number)))
 }
 
@@ -139,9 +210,9 @@ pub(crate) struct EvalMetrics {
     pub eval_loss: f64,
     /// `exp(eval_loss)`.
     pub eval_perplexity: f64,
-    /// Means over all pairs; omitted if the loss is that of tokens.
+    /// Means over all pairs or completions; omitted for the cross-entropy of tokens.
     #[serde(flatten, serialize_with = "with_eval_names")]
-    pub pairs: Option<PairLine>,
+    pub objective: Option<ObjectiveLine>,
     /// Counted targets.
     pub eval_tokens: u64,
     /// Wall time.
@@ -166,11 +237,12 @@ pub(crate) struct EvalLine {
 
 impl fmt::Display for EvalMetrics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { step, eval_loss, eval_perplexity, pairs, eval_tokens, eval_seconds } = self;
+        let Self { step, eval_loss, eval_perplexity, objective, eval_tokens, eval_seconds } = self;
         write!(f, "eval {step:>6}  loss {eval_loss:.4}  ")?;
-        match pairs {
+        match objective {
             None => write!(f, "perplexity {eval_perplexity:.3}")?,
-            Some(PairLine { margin, accuracy, .. }) => write!(f, "margin {margin:.3}  accuracy {accuracy:.3}")?,
+            Some(ObjectiveLine::Pairs(PairLine { margin, accuracy, .. })) => write!(f, "margin {margin:.3}  accuracy {accuracy:.3}")?,
+            Some(ObjectiveLine::Policy(PolicyLine { ratio, clipped, .. })) => write!(f, "ratio {ratio:.3}  clipped {clipped:.3}")?,
         }
         write!(f, "  {eval_tokens} tokens in {eval_seconds:.1} s")
     }

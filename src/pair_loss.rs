@@ -12,7 +12,7 @@ pub(crate) const PAIR_WORDS: usize = 8;
 pub(crate) const SUM_WORDS: usize = 4;
 /// Tokens of a pair at least: each answer has a token of the prompt and a trained token.
 pub(crate) const PAIR_TOKENS_MIN: usize = 4;
-/// Numbers that a step reports of its pairs, means over the pairs: loss, rewards of both answers, fraction of pairs whose chosen answer has
+/// Numbers that a step reports of an objective. Of pairs they are means over the pairs: loss, rewards of both answers, fraction of pairs whose chosen answer has
 /// the larger reward, and sums of log-probabilities of both answers.
 pub(crate) const REPORT_WORDS: usize = 6;
 
@@ -119,11 +119,6 @@ impl PairMetrics {
     /// The metrics in the numbers that the partial sums of a step report.
     pub(crate) fn of([_, reward_chosen, reward_rejected, accuracy, logp_chosen, logp_rejected]: [f64; REPORT_WORDS]) -> Self {
         Self { reward_chosen, reward_rejected, accuracy, logp_chosen, logp_rejected }
-    }
-
-    /// Each number.
-    pub(crate) fn each(&mut self) -> [&mut f64; 5] {
-        [&mut self.reward_chosen, &mut self.reward_rejected, &mut self.accuracy, &mut self.logp_chosen, &mut self.logp_rejected]
     }
 }
 

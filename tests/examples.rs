@@ -3,7 +3,9 @@
 use crate::program::{program, run};
 use serde_json::Value;
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::Command as Process;
 
 const EXAMPLES: [&str; 4] = ["plain-text", "chat", "preference", "resume"];
 
@@ -43,6 +45,27 @@ fn examples_train_to_the_documented_losses() {
         let (first, last) = (short(&losses[0]), short(losses.last().unwrap()));
         let row = format!("| [{name}]({name}/config.yaml) | {} | {first} | {last} |", losses.len());
         assert!(message.contains(&row), "examples/README.md does not have the row {row}");
+    }
+}
+
+/// The loop calls the program by name, and Python.
+#[test]
+fn rewards_grow_in_rounds_of_sampling_and_training() {
+    if Process::new("python3").arg("--version").output().is_err() {
+        // Not printed by a macro, because the test harness would capture the line.
+        std::io::stderr().write_all(b"LEFT OUT: examples/grpo: there is no python3\n").unwrap();
+        return;
+    }
+    let (dir, bin) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    std::os::unix::fs::symlink(program(&[]).get_program(), bin.path().join("superoffload")).unwrap();
+    let path = format!("{}:{}", bin.path().display(), std::env::var("PATH").unwrap_or_default());
+    let mut rounds = Process::new("sh");
+    let outcome = run(rounds.arg("examples/grpo/rounds.sh").arg(dir.path()).env("PATH", path).current_dir(root()));
+    assert_eq!(outcome.code, 0, "{outcome:?}");
+    let rewards: Vec<f64> = outcome.stderr.lines().filter_map(|line| line.strip_prefix("mean reward ")?.parse().ok()).collect();
+    assert!(rewards.len() == 5 && rewards[4] > 1.5 * rewards[0], "{rewards:?}");
+    for script in ["rounds.sh", "reward.py"] {
+        assert!(fs::read_to_string(example("grpo").join(script)).unwrap().lines().count() <= 20, "{script}");
     }
 }
 

@@ -56,6 +56,7 @@ mod replan;
 mod report;
 mod resume;
 mod resume_compare;
+mod rollouts;
 mod run_dir;
 mod sample;
 mod segments;

@@ -189,6 +189,14 @@ fn evaluations_have_the_numbers_of_pairs_and_a_reference_of_their_own() {
 }
 
 #[test]
+fn a_run_on_pairs_is_sampled() {
+    let workspace = Workspace::new();
+    assert_eq!(dpo(&workspace, "out", &["--max-steps=1", "--beta=0.2"]).code, 0);
+    let outcome = run(program(&["sample"]).arg(workspace.path("out")).args(["--prompt=one", "--max-new-tokens=2"]));
+    assert_eq!(outcome.code, 0, "{outcome:?}");
+}
+
+#[test]
 fn impossible_combinations_are_refused_by_name() {
     let workspace = Workspace::new();
     let refused = |flags: &[&str], words: &[&str]| dpo(&workspace, "out", flags).refused(2, words);

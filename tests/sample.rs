@@ -52,6 +52,20 @@ fn drawn_text_depends_on_the_seed_alone() {
 }
 
 #[test]
+fn lines_of_json_have_the_ids_and_log_probabilities_of_each_text() {
+    let workspace = Workspace::new();
+    let out = alphabet(&workspace, &[]);
+    let lines = text(&out, &["--prompt=xyz", "--prompt=ab", "--samples=2", "--max-new-tokens=3", "--json"]);
+    let lines: Vec<serde_json::Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let prompts: Vec<_> = lines.iter().map(|line| line["prompt"].as_str().unwrap()).collect();
+    assert_eq!(prompts, ["xyz", "xyz", "ab", "ab"]);
+    assert_eq!((&lines[0]["completion"], &lines[0]["prompt_ids"]), (&"abc".into(), &serde_json::json!([120, 121, 122])));
+    assert_eq!(lines[0]["completion_ids"], serde_json::json!([97, 98, 99]));
+    let logps: Vec<f64> = lines[0]["old_logps"].as_array().unwrap().iter().map(|logp| logp.as_f64().unwrap()).collect();
+    assert!(logps.len() == 3 && logps.iter().all(|logp| (-0.5..0.0).contains(logp)), "it was learned by heart: {logps:?}");
+}
+
+#[test]
 fn a_prompt_goes_through_the_runs_chat_template_and_an_answer_ends() {
     let workspace = Workspace::new();
     let template = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}~{% endfor %}{% if add_generation_prompt %}<a>{% endif %}";
@@ -78,6 +92,7 @@ fn invalid_options_are_refused() {
         (&["--prompt=a", "--temperature=-1"], &["--temperature -1", "must be at least 0"]),
         (&["--prompt=a", "--temperature=nan"], &["--temperature NaN"]),
         (&["--prompt=a", "--max-new-tokens=0"], &["--max-new-tokens 0"]),
+        (&["--prompt=a", "--samples=0"], &["--samples 0", "from 1 to 65536"]),
         (&[], &["--prompt"]),
     ] {
         sample(&out, flags).refused(2, words);

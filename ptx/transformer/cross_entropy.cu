@@ -348,6 +348,62 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     report[threadIdx.x] = (float)(all / step_pairs);
 }
 
+// Losses of sampled completions; see src/policy_loss.rs, which numbers them.
+enum PolicyLossKind : unsigned { DAPO, GRPO, DR_GRPO };
+
+// The words of a token: its advantage, its log-probability when it was sampled and that of the reference, and the tokens of its completion.
+struct PolicyToken {
+    int advantage, old, reference, tokens;
+};
+
+// The numbers that are reported of a token, and the derivative of its loss by its log-probability.
+struct PolicyTerms {
+    double report[REPORT_WORDS], slope;
+};
+
+__device__ __forceinline__ PolicyTerms policy_terms(
+    unsigned kind, double least, double most, double beta, double most_tokens, double logp, const PolicyToken& token) {
+    const double advantage = (double)__int_as_float(token.advantage), old = (double)__int_as_float(token.old);
+    const double ratio = isnan(old) ? 1.0 : exp(logp - old);
+    const double gain = ratio * advantage, clipped_gain = fmin(fmax(ratio, least), most) * advantage;
+    const double difference = beta == 0.0 ? 0.0 : (double)__int_as_float(token.reference) - logp;
+    const double x = beta == 0.0 ? 1.0 : exp(difference);
+    const double kl = (x - difference - 1.0) * ratio;
+    const double live = gain <= clipped_gain ? gain : 0.0;
+    const double weight = kind == DAPO ? 1.0 : 1.0 / (kind == GRPO ? fmax((double)token.tokens, 1.0) : most_tokens);
+    const double low = ratio < least && advantage < 0.0 ? 1.0 : 0.0, high = ratio > most && advantage > 0.0 ? 1.0 : 0.0;
+    const double loss = weight * (beta * kl - fmin(gain, clipped_gain));
+    return {{loss, ratio, low, high, kl, 1.0}, weight * (beta * ((1.0 - x) * ratio + kl) - live)};
+}
+
+// One block: rows are few, and their order is part of the result.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    policy_losses(
+        const int* tokens, const int* targets, const float* stats, float* scales, int* totals, float* report, unsigned rows,
+        unsigned kind, double least, double most, double beta, double most_tokens, double count, float scale, unsigned accumulate) {
+    double total[REPORT_WORDS] = {};
+    for (unsigned row = threadIdx.x; row < rows; row += THREADS) {
+        scales[row] = 0.0f;
+        if (targets[row] < 0) continue;
+        const float* at = stats + (size_t)row * 3;
+        const int* words = tokens + (size_t)row * 4;
+        const double logp = (double)at[2] - (double)at[0] - log((double)at[1]);
+        const PolicyTerms terms =
+            policy_terms(kind, least, most, beta, most_tokens, logp, {words[0], words[1], words[2], words[3]});
+        scales[row] = (float)(-terms.slope / count * (double)scale);
+#pragma unroll
+        for (unsigned word = 0; word < REPORT_WORDS; word++) total[word] += terms.report[word];
+    }
+    for (unsigned word = 0; word < REPORT_WORDS; word++) {
+        const double sum = reduce_block<THREADS>(total[word], [](double a, double b) { return a + b; });
+        __syncthreads();
+        if (threadIdx.x > 0) continue;
+        const double all = sum + (accumulate ? read_double(totals + word * 2) : 0.0);
+        write_double(totals + word * 2, all);
+        report[word] = (float)(all / count);
+    }
+}
+
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
 #define KERNELS(dtype, T)                                                                                            \
     KERNEL cross_entropy_stats_##dtype(                                                                              \

@@ -2,16 +2,12 @@
 
 use super::options::{DeviceChoice, EvalStrategy, InitChoice, ReplanChoice, Resume, Rollback, TrainDtype};
 use super::settings::Settings;
-use crate::data::chat::mask::TrainOn;
-use crate::data::chat::record::DataFormat;
-use crate::data::rows::row_table::{Overlong, Packing};
 use crate::describe;
 use crate::device::PARTS_MAX;
 use crate::error::{Error, Result};
 use crate::host::resctrl_group::ResctrlGroup;
 use crate::optim::moments::Moments;
 use crate::optim::schedule::TrainLength;
-use crate::pair_loss::PairLossKind;
 use crate::ranks::RANKS_MAX;
 use crate::request::check::require;
 use crate::request::choices::{HostMemoryKind, MastersChoice, Strategy, Technique, Transport, WeightsChoice};
@@ -252,60 +248,13 @@ impl Settings {
         let mpam = cfg!(feature = "mpam") && !self.without.contains(&Technique::Mpam);
         require(mpam || !named, "resctrl-group", "NAME", "needs the technique mpam")?;
         self.check_evaluation()?;
-        self.check_pairs()?;
+        self.check_objective()?;
         let names = describe::written(&describe::value(&StopSignal::ALL));
         require(!self.stop_signals.is_empty(), "stop-signals", "without a signal", format!("must be one or more of {names}"))?;
         for injection in &self.inject {
             require(injection.step >= 1, "inject", injection.step, "must be at least 1: steps are counted from 1")?;
         }
         Ok(())
-    }
-
-    /// Checks the settings of a loss of pairs, or that there are none without it.
-    fn check_pairs(&self) -> Result<()> {
-        let needs = "needs --loss";
-        let Some(kind) = self.loss else {
-            require(self.data_format != DataFormat::Preference, "data-format", "preference", needs)?;
-            require(self.pair_length.is_none(), "pair-length", self.pair_length.unwrap_or_default(), needs)?;
-            let numbers = [("beta", self.beta), ("label-smoothing", self.label_smoothing), ("simpo-gamma", self.simpo_gamma)];
-            return numbers.into_iter().try_for_each(|(flag, value)| require(value.is_none(), flag, value.unwrap_or_default(), needs));
-        };
-        let name = describe::written(&describe::value(&kind));
-        require(!self.data.is_empty(), "loss", &name, "needs --data with the columns chosen and rejected")?;
-        require(self.sequence_ranks == 1, "loss", &name, "must be left out with --sequence-ranks: answers are not cut between GPUs")?;
-        let is_read = self.data_format == DataFormat::Preference;
-        require(is_read, "data-format", describe::written(&describe::value(&self.data_format)), "must be preference with --loss")?;
-        require(self.packing == Packing::Bfd, "packing", self.packing, "must be bfd with --loss: a pair is not cut, and rows hold pairs")?;
-        let whole = [TrainOn::Auto, TrainOn::Completion].contains(&self.train_on);
-        require(
-            whole,
-            "train-on",
-            describe::written(&describe::value(&self.train_on)),
-            "must be completion with --loss: answers are compared as a whole",
-        )?;
-        require(
-            self.overlong == Overlong::Auto,
-            "overlong",
-            describe::written(&describe::value(&self.overlong)),
-            "must be auto with --loss, which has --pair-length",
-        )?;
-        let (length, half) = (self.pair_length().unwrap_or_default(), self.seq_length / 2);
-        let rule = format!("must be from 2 to {half}, half of --seq-length, so that a pair fits a row");
-        require((2..=half).contains(&length), "pair-length", length, rule)?;
-        self.check_coefficients(kind)
-    }
-
-    /// Checks the coefficients of a loss of pairs.
-    fn check_coefficients(&self, kind: PairLossKind) -> Result<()> {
-        let beta = self.beta.unwrap_or(0.1);
-        check(beta.is_finite() && beta > 0.0, "beta", beta, "must be finite and above 0")?;
-        let (smoothing, gamma) = (self.label_smoothing.unwrap_or_default(), self.simpo_gamma.unwrap_or_default());
-        let is_robust = kind == PairLossKind::Robust;
-        check(is_robust || self.label_smoothing.is_none(), "label-smoothing", smoothing, "needs --loss robust")?;
-        check((0.0..0.5).contains(&smoothing), "label-smoothing", smoothing, "must be at least 0 and below 0.5")?;
-        let is_simpo = kind == PairLossKind::Simpo;
-        check(is_simpo || self.simpo_gamma.is_none(), "simpo-gamma", gamma, "needs --loss simpo")?;
-        check(gamma.is_finite() && gamma >= 0.0, "simpo-gamma", gamma, "must be finite and at least 0")
     }
 
     fn check_numbers(&self) -> Result<()> {
@@ -350,7 +299,7 @@ fn check_path(flag: &str, path: &Path) -> Result<()> {
 }
 
 /// Like [`require`], with numbers in their shortest form: 1e300 rather than 301 digits.
-fn check(holds: bool, flag: &str, value: f64, rule: &str) -> Result<()> {
+pub(super) fn check(holds: bool, flag: &str, value: f64, rule: &str) -> Result<()> {
     require(holds, flag, format_args!("{value:?}"), rule)
 }
 

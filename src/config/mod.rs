@@ -11,6 +11,7 @@ mod document;
 pub(crate) mod file;
 pub(crate) mod foreign;
 pub(crate) mod launchers;
+mod objective;
 pub(crate) mod options;
 mod program;
 mod request;

@@ -2,14 +2,16 @@
 
 use super::options::{MatmulDtype, Rollback, TrainDtype};
 use super::settings::Settings;
-use crate::data::rows::row_table::RowRules;
+use crate::data::rows::row_table::{RolloutRules, RowRules};
 use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
 use crate::dtype::Dtype;
 use crate::model::activations::LossTile;
 use crate::model::head_rows::HeadRows;
 use crate::model::shape::ModelShape;
+use crate::objective::{Objective, ObjectiveKind};
 use crate::optim::adam::AdamHyper;
 use crate::pair_loss::PairLoss;
+use crate::policy_loss::PolicyLoss;
 use crate::recipe::{Numerics, Recipe, RowOrder, Schedule};
 use crate::request::cut::{StepCut, StepSplit};
 use crate::request::wanted::Wanted;
@@ -66,7 +68,7 @@ impl Settings {
                 sum_block: None,
                 inverse_rollback: self.rollback == Rollback::Inverse,
             },
-            pair_loss: self.pair_loss(),
+            objective: self.objective(),
             optimizer: AdamHyper {
                 lr: self.learning_rate,
                 beta1: self.adam_beta1,
@@ -83,24 +85,40 @@ impl Settings {
 
     /// How the data becomes rows.
     pub(crate) fn row_rules(&self) -> RowRules {
-        RowRules { seq_length: self.seq_length, packing: self.packing, overlong: self.overlong, pair_length: self.pair_length() }
+        let rollouts = |objective| match objective {
+            Objective::Pairs(_) => None,
+            Objective::Policy(loss) => Some(RolloutRules { needs_reference: loss.beta > 0.0 }),
+        };
+        let Self { seq_length, packing, overlong, .. } = *self;
+        let (pair_length, rollouts) = (self.pair_length(), self.objective().and_then(rollouts));
+        RowRules { seq_length, packing, overlong, pair_length, rollouts }
     }
 
-    /// The loss of pairs; `None` for the loss of tokens. The defaults are those of TRL.
-    fn pair_loss(&self) -> Option<PairLoss> {
-        let Self { beta, label_smoothing, simpo_gamma, .. } = *self;
-        let loss = |kind| PairLoss {
-            kind,
-            beta: beta.unwrap_or(0.1),
-            label_smoothing: label_smoothing.unwrap_or(0.0),
-            margin: simpo_gamma.unwrap_or(0.5),
+    /// The loss of pairs or completions; `None` for the cross-entropy of tokens. The defaults are those of TRL.
+    fn objective(&self) -> Option<Objective> {
+        let Self { beta, label_smoothing, simpo_gamma, epsilon, epsilon_high, max_completion_length, .. } = *self;
+        let loss = |kind| match kind {
+            ObjectiveKind::Pairs(kind) => Objective::Pairs(PairLoss {
+                kind,
+                beta: beta.unwrap_or(0.1),
+                label_smoothing: label_smoothing.unwrap_or(0.0),
+                margin: simpo_gamma.unwrap_or(0.5),
+            }),
+            ObjectiveKind::Policy(kind) => Objective::Policy(PolicyLoss {
+                kind,
+                epsilon: epsilon.unwrap_or(0.2),
+                epsilon_high: epsilon_high.or(epsilon).unwrap_or(0.2),
+                beta: beta.unwrap_or(0.0),
+                max_completion_length: max_completion_length.unwrap_or(512),
+            }),
         };
         self.loss.map(loss)
     }
 
     /// Largest number of tokens of an answer of a pair with its prompt; `None` if the data has no pairs.
     pub(super) fn pair_length(&self) -> Option<usize> {
-        self.loss.map(|_| self.pair_length.unwrap_or(self.seq_length / 2))
+        let is_of_pairs = matches!(self.loss, Some(ObjectiveKind::Pairs(_)));
+        is_of_pairs.then(|| self.pair_length.unwrap_or(self.seq_length / 2))
     }
 
     fn row_order(&self) -> RowOrder {
@@ -189,6 +207,7 @@ mod tests {
     use crate::config::settings::tests::{command_line, sample_options};
     use crate::config::settings::{FEEDS, Feeds};
     use crate::pair_loss::PairLossKind;
+    use crate::policy_loss::PolicyLossKind;
 
     fn splits(flags: &[&str]) -> std::result::Result<Vec<(usize, usize)>, String> {
         let all = [&["--data=corpus.txt", "--seq-length=16"], flags].concat();
@@ -239,7 +258,10 @@ mod tests {
             let Some((_, feeds)) = FEEDS.iter().find(|(key, _)| *key == name) else { continue };
             let options = sample_options(&flag);
             let is_of_pairs = ["beta", "label_smoothing", "simpo_gamma", "pair_length"].contains(&name.as_str());
-            let base = Settings { loss: is_of_pairs.then_some(PairLossKind::Dpo), ..Settings::default() };
+            let is_of_completions = ["epsilon", "epsilon_high", "max_completion_length"].contains(&name.as_str());
+            let completions = is_of_completions.then_some(ObjectiveKind::Policy(PolicyLossKind::Dapo));
+            let loss = is_of_pairs.then_some(ObjectiveKind::Pairs(PairLossKind::Dpo)).or(completions);
+            let base = Settings { loss, ..Settings::default() };
             let mut settings = base.clone();
             settings.take(options);
             let (was, is) = (base.request(&shape), settings.request(&shape));

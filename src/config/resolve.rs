@@ -7,6 +7,7 @@ use crate::data::rows::row_table::Packing;
 use crate::error::{Error, Result};
 use crate::hub::is_model_name;
 use crate::model_dir::expect_exists;
+use crate::objective::ObjectiveKind;
 use crate::optim::schedule::{LrScheduler, TrainLength};
 use crate::request::check::require;
 
@@ -93,8 +94,8 @@ impl Settings {
         self.sources.extend(options.config.iter().chain(&options.deepspeed).cloned());
         self.is_batch_open = options.tokens_per_step.is_some() && options.per_device_train_batch_size.is_none();
         self.take(options);
-        if self.loss.is_some() {
-            self.read_pairs();
+        if let Some(loss) = self.loss {
+            self.read_for(loss);
         }
         self.without.sort_unstable();
         self.without.dedup();
@@ -107,10 +108,10 @@ impl Settings {
 }
 
 impl Settings {
-    /// Chooses the format and the packing of pairs of answers where they are open.
-    fn read_pairs(&mut self) {
+    /// Chooses the format and the packing of data for `loss` where they are open.
+    fn read_for(&mut self, loss: ObjectiveKind) {
         if self.data_format == DataFormat::Auto {
-            self.data_format = DataFormat::Preference;
+            self.data_format = loss.data_format();
         }
         if self.packing == Packing::Auto {
             self.packing = Packing::Bfd;

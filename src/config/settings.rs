@@ -23,9 +23,9 @@ use crate::hardware::selected_profile;
 use crate::host::memory_policy::HugePagesChoice;
 use crate::host::resctrl_group::ResctrlGroup;
 use crate::model::activations::LossTile;
+use crate::objective::ObjectiveKind;
 use crate::optim::moments::Moments;
 use crate::optim::schedule::{LrScheduler, TrainLength};
-use crate::pair_loss::PairLossKind;
 use crate::recipe::part::RunPart;
 use crate::request::choices::{
     ActivationsChoice, AttentionChoice, CastSide, EarlyRows, ExpertProductsChoice, HeadRowsChoice, HostMemoryKind, IsaChoice, LayerOrder,
@@ -377,11 +377,20 @@ settings! {
         strategy: Strategy = Strategy::Superoffload, Free, Wanted;
         /// Method to undo a failed speculation.
         rollback: Rollback = Rollback::Deferred, Logged, Recipe;
-        /// Loss of pairs of a chosen and a rejected answer.
-        loss: PairLossKind => "none: the loss of tokens", Order, Recipe, unless "Option::is_none";
-        /// Factor on the log-ratios of a loss of pairs.
+        /// Loss of pairs of answers, or of sampled completions.
+        loss: ObjectiveKind => "none: the loss of tokens", Order, Recipe, unless "Option::is_none";
+        /// Factor on log-ratios of pairs, or on divergences of completions.
         #[arg(value_name = "X", allow_hyphen_values = true)]
-        beta: f64 => "0.1 with --loss", Logged, Recipe, unless "Option::is_none";
+        beta: f64 => "0.1 with pairs, else 0", Logged, Recipe, unless "Option::is_none";
+        /// Range below 1 of ratios that count, for --loss dapo.
+        #[arg(value_name = "X", allow_hyphen_values = true)]
+        epsilon: f64 => "0.2 with --loss", Logged, Recipe, unless "Option::is_none";
+        /// Range above 1 of ratios that count, for --loss dapo.
+        #[arg(value_name = "X", allow_hyphen_values = true)]
+        epsilon_high: f64 => "that of --epsilon", Logged, Recipe, unless "Option::is_none";
+        /// Tokens by which --loss dr-grpo divides.
+        #[arg(value_name = "N")]
+        max_completion_length: usize => "512 with --loss", Logged, Recipe, unless "Option::is_none";
         /// Probability that a label is wrong, for --loss robust.
         #[arg(value_name = "X", allow_hyphen_values = true)]
         label_smoothing: f64 => "0 with --loss", Logged, Recipe, unless "Option::is_none";

@@ -330,7 +330,9 @@ impl Opened {
             Side::Kept(held_out) => stream.tokens() - held_out.tokens as usize,
             Side::HeldOut(held_out) => held_out.tokens as usize,
         };
-        let sequences = table.rows();
+        let (sequences, beside) = (table.rows(), table.beside());
+        let (tokens, untrained) = (tokens - beside.words as usize, untrained - beside.words);
+        let documents = documents - beside.documents;
         Ok(Dataset { stream, tokens, documents, seq_length, sequences, cut: Cut::Packed(table), untrained })
     }
 }
@@ -521,7 +523,7 @@ pub(crate) mod tests {
             let mut preparation = Preparation::default();
             let dataset = Dataset::open(std::slice::from_ref(&path), &Tokenizer::bytes(), 256, rules, &mut preparation).unwrap();
             let (mut inputs, mut targets) = ([0; 4], [0; 4]);
-            let row = BatchRow { tokens: &mut inputs, targets: &mut targets, positions: &mut [0; 4], documents: None, pairs: None };
+            let row = BatchRow { tokens: &mut inputs, targets: &mut targets, positions: &mut [0; 4], documents: None, list: None };
             dataset.read_sequence(0, row).unwrap();
             let last = if packing == Packing::Off { -1 } else { half_of_5 };
             assert_eq!((inputs, targets), ([1, 2, 3, 4], [quarter_of_2, -1, 4, last]), "{packing}");
@@ -546,7 +548,7 @@ pub(crate) mod tests {
         let (mut inputs, mut targets) = ([0; 2], [0; 2]);
         let mut read = |idx| {
             let (positions, documents) = (&mut [0; 2], None);
-            let row = BatchRow { tokens: &mut inputs, targets: &mut targets, positions, documents, pairs: None };
+            let row = BatchRow { tokens: &mut inputs, targets: &mut targets, positions, documents, list: None };
             dataset.read_sequence(idx, row).unwrap();
             (inputs, targets)
         };

@@ -6,9 +6,11 @@
 //! | 0 to 18 | the id |
 //! | 19 to 30 | 4096 minus the weight in units of 1/4096, so 0 for the weight 1 |
 //! | 31 | set where the token is not trained, which is the weight 0 |
+//!
+//! Numbers beside tokens are words of untrained tokens with other bits in the place of the weight: see [`super::number_words`].
 
 /// Bits of an id.
-const ID_BITS: u32 = 19;
+pub(super) const ID_BITS: u32 = 19;
 /// Units of the weight 1. The sum of the weights of a step is a whole number of units, the same in any order.
 const WHOLE_UNITS: u32 = 1 << (31 - ID_BITS);
 

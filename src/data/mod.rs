@@ -11,6 +11,7 @@ pub(crate) mod encode;
 pub(crate) mod host_bytes;
 pub(crate) mod loader;
 pub(crate) mod loss_weight;
+pub(in crate::data) mod number_words;
 pub(crate) mod prepare_ahead;
 pub(crate) mod prepared;
 pub(crate) mod read;

@@ -31,8 +31,8 @@ use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::model::Model;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
+use crate::objective::ObjectiveMetrics;
 use crate::optim::clip::ClipMemory;
-use crate::pair_loss::PairMetrics;
 use crate::planner::plan::Plan;
 use crate::ranks::RANKS_MAX;
 use crate::trace::Recorder;
@@ -63,7 +63,7 @@ pub struct StepReport {
     /// Amounts moved and stepped since the last report.
     pub counters: Counters,
     /// Means over the pairs of the step, if the loss is one of pairs. On ranks other than rank 0 they are not complete.
-    pub pairs: Option<PairMetrics>,
+    pub objective: Option<ObjectiveMetrics>,
     /// Time that each rank waited for its peers, in nanoseconds.
     pub(crate) exposed_to_peers_ns: [u64; RANKS_MAX],
     /// Load of the experts over all ranks, if the model has experts.

@@ -1,11 +1,12 @@
-//! Sums of log-probabilities of pairs of answers, and the metrics of pairs.
+//! Sums of log-probabilities of pairs of answers, and the metrics of an objective.
 
 use super::executor::Engine;
 use super::protocol::order::Order;
 use crate::data::rows::batch::{Batches, CountedTargets};
-use crate::device::{Kernels, Stream};
+use crate::device::{DeviceSlice, Kernels, Stream};
 use crate::error::Result;
-use crate::pair_loss::{PairMetrics, float_of};
+use crate::objective::{ObjectiveMetrics, REPORT_WORDS};
+use crate::pair_loss::float_of;
 
 /// Argument of an order to evaluate: keep the sums of pairs.
 pub(super) const KEEP_PAIR_SUMS: u64 = 1;
@@ -13,9 +14,14 @@ pub(super) const KEEP_PAIR_SUMS: u64 = 1;
 pub(super) const POST_PAIR_SUMS: u64 = 2;
 
 impl<D: Kernels> Engine<D> {
-    /// Means over the pairs of the last step or evaluation; `None` if the loss is that of tokens.
-    pub(crate) fn pair_metrics(&self) -> Option<PairMetrics> {
-        self.plan.recipe.pair_loss.map(|_| PairMetrics::of(self.exchange.reported()))
+    /// Means over the last step or evaluation; `None` for the cross-entropy of tokens.
+    pub(crate) fn objective_metrics(&self) -> Option<ObjectiveMetrics> {
+        self.plan.recipe.objective.map(|objective| objective.metrics(self.reported()))
+    }
+
+    /// The numbers that the last step or evaluation reported of its objective.
+    pub(crate) fn reported(&self) -> [f64; REPORT_WORDS] {
+        self.exchange.reported()
     }
 
     /// The sums of log-probabilities of the chosen and the rejected answer at each place of pairs, of as many micro-batches as a step has,
@@ -61,13 +67,17 @@ impl<D: Kernels> Engine<D> {
 
     /// Enqueues the copy of the sums of the pairs of micro-batch `place` of this rank, if there is memory for them.
     pub(super) fn send_pair_sums(&mut self, place: usize) -> Result<()> {
-        let (Some(memory), Some(pairs)) = (self.pair_sums, self.model.activations.pairs) else { return Ok(()) };
-        self.dev.copy_d2h(Stream::Compute, pairs.sums, memory.slice(place * pairs.sums.bytes(), pairs.sums.bytes()))
+        let (Some(memory), Some(sums)) = (self.pair_sums, self.device_pair_sums()) else { return Ok(()) };
+        self.dev.copy_d2h(Stream::Compute, sums, memory.slice(place * sums.bytes(), sums.bytes()))
     }
 
     /// Words of the sums of the pairs of a micro-batch.
     fn pair_sum_words(&self) -> usize {
-        self.model.activations.pairs.map_or(0, |pairs| pairs.sums.elems())
+        self.device_pair_sums().map_or(0, |sums| sums.elems())
+    }
+
+    fn device_pair_sums(&self) -> Option<DeviceSlice> {
+        self.model.activations.objective.and_then(|work| work.sums())
     }
 
     fn host_pair_sums(&self, place: usize) -> &[f32] {

@@ -413,7 +413,7 @@ impl<D: Kernels> Engine<D> {
             return Ok(());
         }
         let batch = self.memory.batch(&self.plan, micro_step);
-        let words = self.host.lend(batch.slice(0, batch.bytes() - 4 * self.plan.recipe.pair_words()));
+        let words = self.host.lend(batch.slice(0, batch.bytes() - 4 * self.plan.recipe.list_words()));
         let starts = batch::documents(words, self.plan.recipe.step.micro_batch * self.plan.recipe.step.seq_length);
         self.dev.set_documents(starts, self.plan.recipe.step.seq_length)
     }
@@ -428,8 +428,10 @@ impl<D: Kernels> Engine<D> {
         let (batch, lists) = inputs.split_at_mut(self.plan.batch_words());
         let (rows, targets) = lists.split_at_mut(words / 2);
         let selected = head_rows::select(batch::targets(batch, tokens), rows, targets, self.plan.recipe.numerics.loss_tile.rows);
-        let pairs = batch.len() - self.plan.recipe.pair_words();
-        selected.iter().for_each(|count| head_rows::place_pairs(&mut batch[pairs..], &rows[..*count]));
+        let list = batch.len() - self.plan.recipe.list_words();
+        if let Some((count, objective)) = selected.zip(self.plan.recipe.objective) {
+            head_rows::place_list(&objective, &mut batch[list..], &rows[..count]);
+        }
         selected
     }
 
@@ -556,7 +558,7 @@ impl<D: Kernels> Engine<D> {
             counts,
             exposed,
             counters: Counters::default(),
-            pairs: self.pair_metrics(),
+            objective: self.objective_metrics(),
             exposed_to_peers_ns: [0; RANKS_MAX],
             expert_load: None,
         }
@@ -599,8 +601,8 @@ impl<D: Kernels> Engine<D> {
 /// Fills `memory` with a micro-batch. Returns its counted targets, or a description of invalid data.
 fn fill(plan: &Plan, vocab: usize, memory: &mut [i32], batches: &mut impl Batches) -> Result<std::result::Result<CountedTargets, String>> {
     let (seq_length, separates_documents) = (plan.recipe.step.seq_length, plan.recipe.separates_documents());
-    let mut batch = match plan.recipe.pair_loss {
-        Some(_) => Batch::of_pairs(memory, seq_length),
+    let mut batch = match &plan.recipe.objective {
+        Some(objective) => Batch::of_objective(memory, seq_length, objective),
         None => Batch::new(memory, seq_length, separates_documents),
     };
     batches.fill(&mut batch)?;

@@ -7,6 +7,7 @@ use super::loss_tile::LossTile;
 use super::policy::LayerPolicy;
 use crate::device::DeviceSlice;
 use crate::pair_loss::PairLoss;
+use crate::policy_loss::PolicyLoss;
 
 /// Device memory of one micro-batch of T = `batch * seq_length` tokens. With sequence parallelism T is the number of this rank's tokens.
 /// Arrays are in the compute format unless stated otherwise.
@@ -38,9 +39,9 @@ pub(crate) struct Activations {
     pub(crate) rope_tables: Vec<DeviceSlice>,
     /// Rows that the head computes and their workspaces, if it computes [`super::head_rows::HeadRows::Trained`].
     pub(super) head_rows: Option<HeadRowsWork>,
-    /// Arrays of the loss of pairs; `None` for the loss of tokens.
-    pub(crate) pairs: Option<PairWork>,
-    /// Mean loss of the optimizer step, fp32 `[1]`; not multiplied by the loss scale. With a loss of pairs `[6]`: see
+    /// Arrays of the loss of pairs or completions; `None` for the cross-entropy of tokens.
+    pub(crate) objective: Option<ObjectiveWork>,
+    /// Mean loss of the optimizer step, fp32 `[1]`; not multiplied by the loss scale. With an objective `[6]`: see
     /// [`crate::pair_loss::REPORT_WORDS`].
     pub loss: DeviceSlice,
     pub(super) layers: Vec<LayerActivations>,
@@ -176,19 +177,36 @@ pub(super) struct HeadRowsWork {
     pub(super) dhidden: DeviceSlice,
 }
 
-/// Arrays of the loss of pairs.
+/// A loss, with the array that it alone needs.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct PairWork {
+pub(super) enum LossWork {
+    Pairs {
+        loss: PairLoss,
+        /// Sums of log-probabilities, int32 `[places, 4]`: see [`crate::pair_loss::SUM_WORDS`].
+        sums: DeviceSlice,
+    },
+    Policy(PolicyLoss),
+}
+
+impl ObjectiveWork {
+    /// Sums of log-probabilities of pairs, see [`LossWork::Pairs`]; `None` with completions.
+    pub(crate) fn sums(&self) -> Option<DeviceSlice> {
+        if let LossWork::Pairs { sums, .. } = self.loss { Some(sums) } else { None }
+    }
+}
+
+/// Arrays of a loss of pairs or completions.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ObjectiveWork {
     /// The loss.
-    pub(super) loss: PairLoss,
-    /// Pairs of the micro-batch, int32 `[places, 8]`, behind the other arrays of the batch: see [`crate::pair_loss::PAIR_WORDS`].
-    pub(super) pairs: DeviceSlice,
+    pub(super) loss: LossWork,
+    /// The list of the micro-batch, behind its other arrays: pairs, int32 `[places, 8]`, see [`crate::pair_loss::PAIR_WORDS`], or numbers of
+    /// all rows, int32 `[T, 4]`, see [`crate::policy_loss::TOKEN_WORDS`].
+    pub(super) list: DeviceSlice,
     /// Softmax statistics of all rows, fp32 `[T, 3]`.
     pub(super) stats: DeviceSlice,
     /// Scales of the gradients of all rows, fp32 `[T]`.
     pub(super) scales: DeviceSlice,
-    /// Sums of log-probabilities, int32 `[places, 4]`: see [`crate::pair_loss::SUM_WORDS`].
-    pub(crate) sums: DeviceSlice,
     /// Sums of the reported numbers in fp64, int32 `[6, 2]`.
     pub(super) totals: DeviceSlice,
 }

@@ -6,8 +6,8 @@
 
 pub(crate) use super::activation_arrays::Activations;
 use super::activation_arrays::{
-    AttnGateWork, DeltaWork, ExpertWork, GateWork, HeadRowsWork, LayerActivations, NormActivations, PairWork, ProjectedQkv, RawActivations,
-    RoutedActivations, SequenceWork, SharedWork,
+    AttnGateWork, DeltaWork, ExpertWork, GateWork, HeadRowsWork, LayerActivations, LossWork, NormActivations, ObjectiveWork, ProjectedQkv,
+    RawActivations, RoutedActivations, SequenceWork, SharedWork,
 };
 use super::expert_bounds::bounds_stride;
 pub(crate) use super::expert_bounds::{bounds_elems, expert_bounds};
@@ -26,7 +26,8 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::pinned::HostMemory;
 use crate::memory::MemorySpace;
-use crate::pair_loss::{PAIR_WORDS, PairLoss, REPORT_WORDS, SUM_WORDS};
+use crate::objective::{Objective, REPORT_WORDS};
+use crate::pair_loss::{PAIR_WORDS, SUM_WORDS};
 use crate::units::Bytes;
 
 /// One planned allocation.
@@ -59,8 +60,8 @@ pub struct MicroBatch<'a> {
     pub(crate) sequence_ranks: usize,
     /// Whether a sequence may hold several documents.
     pub separates_documents: bool,
-    /// The loss of pairs; `None` for the loss of tokens.
-    pub pair_loss: Option<PairLoss>,
+    /// The loss of pairs or completions; `None` for the cross-entropy of tokens.
+    pub objective: Option<Objective>,
     /// Compute format.
     pub dtype: Dtype,
     /// Whether products of layers are computed in FP8.
@@ -84,7 +85,7 @@ pub struct ActivationPlan {
     seq_length: usize,
     sequence_ranks: usize,
     separates_documents: bool,
-    pair_loss: Option<PairLoss>,
+    objective: Option<Objective>,
     dtype: Dtype,
     fp8: bool,
     head_rows: HeadRows,
@@ -105,7 +106,7 @@ impl ActivationPlan {
     /// `Usage` when a size is zero, when the sequence is longer than the model allows, when the number of policies
     /// differs from the number of layers, or when bytes overflow.
     pub fn new(micro_batch: MicroBatch<'_>) -> Result<Self> {
-        let MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, pair_loss, dtype, fp8, .. } = micro_batch;
+        let MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, objective, dtype, fp8, .. } = micro_batch;
         let MicroBatch { head_rows, tile, mlp_tile, policies, segments, .. } = micro_batch;
         if batch == 0 || seq_length == 0 || tile.rows == 0 || tile.vocab == 0 {
             return Err(Error::usage("batch size, sequence length and loss tile must be at least 1"));
@@ -128,7 +129,7 @@ impl ActivationPlan {
             seq_length,
             sequence_ranks,
             separates_documents,
-            pair_loss,
+            objective,
             dtype,
             fp8,
             head_rows,
@@ -214,8 +215,8 @@ impl ActivationPlan {
         let own = product(&[batch::arrays(false), tokens])?;
         let documents = if self.separates_documents { product(&[self.batch, self.seq_length])? } else { 0 };
         let lists = head_rows::list_words(self.head_rows, tokens);
-        let pairs = self.pair_loss.map_or(0, |_| batch::pair_words((self.batch, self.seq_length)));
-        let inputs = memory.matrix("inputs", &[own + documents + pairs + lists], Dtype::Int32)?;
+        let numbers = self.objective.map_or(0, |objective| objective.list_words((self.batch, self.seq_length)));
+        let inputs = memory.matrix("inputs", &[own + documents + numbers + lists], Dtype::Int32)?;
         let input = |index: usize| inputs.slice(index * tokens, tokens);
         Ok(Activations {
             batch: self.batch,
@@ -229,15 +230,15 @@ impl ActivationPlan {
             positions: input(2),
             documents: self.separates_documents.then(|| inputs.slice(own, documents)),
             rope_tables,
-            head_rows: self.head_rows_work(&mut memory, inputs.slice(own + documents + pairs, lists))?,
+            head_rows: self.head_rows_work(&mut memory, inputs.slice(own + documents + numbers, lists))?,
             layers: self.layers(&mut memory)?,
             final_norm_in: memory.rows("final_norm_in", channels)?,
             final_norm_out: memory.rows("final_norm_out", channels)?,
             final_norm_stats: memory.matrix("final_norm_stats", &[tokens, stats_cols(final_norm)], Dtype::Float32)?,
             logits: memory.matrix("logits_tile", &[self.tile.rows, self.tile.vocab], self.dtype)?,
             loss_stats: memory.matrix("loss_stats", &[self.tile.rows, 3], Dtype::Float32)?,
-            pairs: self.pair_work(&mut memory, inputs.slice(own + documents, pairs))?,
-            loss: memory.matrix("loss", &[self.pair_loss.map_or(1, |_| REPORT_WORDS)], Dtype::Float32)?,
+            objective: self.objective_work(&mut memory, inputs.slice(own + documents, numbers))?,
+            loss: memory.matrix("loss", &[self.objective.map_or(1, |_| REPORT_WORDS)], Dtype::Float32)?,
             dresidual: memory.rows("dresidual", channels)?,
             dnorm: memory.rows("dnorm", channels)?,
             sequence_work: self.sequence_work(&mut memory)?,
@@ -390,16 +391,22 @@ impl ActivationPlan {
         Ok(Some(HeadRowsWork { rows, targets, hidden: work("head_rows")?, dhidden: work("dhead_rows")? }))
     }
 
-    /// Arrays of the loss of the pairs in `list`; `None` if the loss is that of tokens.
-    fn pair_work(&self, memory: &mut SizedAllocator<'_>, list: DeviceSlice) -> Result<Option<PairWork>> {
-        let Some(loss) = self.pair_loss else { return Ok(None) };
-        Ok(Some(PairWork {
+    /// Arrays of the loss with the numbers in `list`; `None` for the cross-entropy of tokens.
+    fn objective_work(&self, memory: &mut SizedAllocator<'_>, list: DeviceSlice) -> Result<Option<ObjectiveWork>> {
+        let Some(loss) = self.objective else { return Ok(None) };
+        let loss = match loss {
+            Objective::Pairs(loss) => {
+                let sums = memory.matrix("pair_sums", &[list.elems() / PAIR_WORDS * SUM_WORDS], Dtype::Int32)?;
+                LossWork::Pairs { loss, sums }
+            }
+            Objective::Policy(loss) => LossWork::Policy(loss),
+        };
+        Ok(Some(ObjectiveWork {
             loss,
-            pairs: list,
-            stats: memory.matrix("pair_stats", &[self.tokens(), 3], Dtype::Float32)?,
-            scales: memory.matrix("pair_scales", &[self.tokens()], Dtype::Float32)?,
-            sums: memory.matrix("pair_sums", &[list.elems() / PAIR_WORDS * SUM_WORDS], Dtype::Int32)?,
-            totals: memory.matrix("pair_totals", &[2 * REPORT_WORDS], Dtype::Int32)?,
+            list,
+            stats: memory.matrix("row_stats", &[self.tokens(), 3], Dtype::Float32)?,
+            scales: memory.matrix("row_scales", &[self.tokens()], Dtype::Float32)?,
+            totals: memory.matrix("report_totals", &[2 * REPORT_WORDS], Dtype::Int32)?,
         }))
     }
 
@@ -579,7 +586,7 @@ mod tests {
             seq_length: 48,
             sequence_ranks: 1,
             separates_documents: false,
-            pair_loss: None,
+            objective: None,
             dtype: Dtype::Bfloat16,
             fp8: false,
             head_rows: HeadRows::All,

@@ -6,20 +6,22 @@
 //! tile of its own, and its logits exist together with the others.
 //!
 //! A loss of pairs needs the sums of log-probabilities of whole answers before the first gradient. So the statistics of all rows come first,
-//! then one kernel makes a scale for each row of them, and a second pass over the rows computes the gradients.
+//! then one kernel makes a scale for each row of them, and a second pass over the rows computes the gradients. A loss of sampled completions
+//! takes the same two passes.
 //!
 //! [`LossTile::tail`]: super::loss_tile::LossTile::tail
 
 use super::Model;
-use super::activation_arrays::{HeadRowsWork, PairWork};
+use super::activation_arrays::{HeadRowsWork, LossWork, ObjectiveWork};
 use super::head_rows;
 use super::params::LinearParams;
 use super::tensors::Module;
 use crate::device::{
     CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, CrossEntropyStats, DeviceSlice, Embed, Kernels, Matmul, MatmulLayout,
-    MatmulShape, PairLosses, ScatterRows, Stream, Zero,
+    MatmulShape, PairLosses, PolicyLosses, ScatterRows, Stream, Zero,
 };
 use crate::error::Result;
+use crate::policy_loss::TOKEN_WORDS;
 use std::ops::Range;
 
 /// Properties of one micro-step within its optimizer step.
@@ -28,7 +30,7 @@ pub(crate) struct MicroStep {
     /// Whether this is the first micro-step, which overwrites loss and gradients; later ones add.
     pub first: bool,
     /// `1 / (sum of the weights of all targets in the whole optimizer step)`: loss and gradients are weighted means over these targets. With a
-    /// loss of pairs `1 / (pairs of the step)`.
+    /// loss of pairs `1 / (pairs of the step)`, and with one of completions 1 divided by their number or that of their tokens.
     pub(crate) inv_weight: f32,
     /// Factor on all gradients, not on the loss (fp16).
     pub(crate) loss_scale: f32,
@@ -39,8 +41,8 @@ pub(crate) struct MicroStep {
 }
 
 impl MicroStep {
-    /// Pairs of the step, if the loss is one of pairs.
-    fn pairs(self) -> f64 {
+    /// Pairs, completions or tokens of the step that an objective is a mean of.
+    fn count(self) -> f64 {
         (1.0 / f64::from(self.inv_weight)).round()
     }
 }
@@ -65,7 +67,7 @@ struct Rows {
     dhidden: DeviceSlice,
     targets: DeviceSlice,
     stats: DeviceSlice,
-    /// Scales of the gradients, with a loss of pairs.
+    /// Scales of the gradients, with a loss of pairs or completions.
     scales: Option<DeviceSlice>,
     count: usize,
     first: bool,
@@ -79,8 +81,8 @@ impl Model {
         if gradients.is_some() && micro.head_rows.zip(self.activations.head_rows).is_some() {
             dev.launch(Zero { x: self.activations.dnorm })?;
         }
-        if let Some(work) = self.activations.pairs {
-            self.pair_loss(dev, micro, work)?;
+        if let Some(work) = self.activations.objective {
+            self.objective_loss(dev, micro, work)?;
             if gradients.is_none() {
                 return Ok(());
             }
@@ -96,18 +98,27 @@ impl Model {
         if gradients.is_some() { self.backward(dev, Module::Head, micro) } else { Ok(()) }
     }
 
-    /// Computes the losses of the pairs of the micro-batch, and the scale of each row's gradient.
-    fn pair_loss<D: Kernels>(&self, dev: &mut D, micro: MicroStep, work: PairWork) -> Result<()> {
+    /// Computes the losses of the pairs or completions of the micro-batch, and the scale of each row's gradient.
+    fn objective_loss<D: Kernels>(&self, dev: &mut D, micro: MicroStep, work: ObjectiveWork) -> Result<()> {
         self.for_each_tile(dev, micro, |dev, rows| self.stats(dev, rows))?;
-        let PairWork { loss, pairs, stats, scales, sums, totals } = work;
-        let (targets, report) = (self.pair_targets(micro), self.activations.loss);
+        let ObjectiveWork { loss, list, stats, scales, totals } = work;
+        let (targets, report) = (self.objective_targets(micro), self.activations.loss);
         let (stats, scales) = (stats.slice(0, 3 * targets.elems()), scales.slice(0, targets.elems()));
-        let (step_pairs, scale, accumulate) = (micro.pairs(), micro.loss_scale, !micro.first);
-        dev.launch(PairLosses { pairs, targets, stats, scales, sums, totals, report, loss, step_pairs, scale, accumulate })
+        let (count, scale, accumulate) = (micro.count(), micro.loss_scale, !micro.first);
+        match loss {
+            LossWork::Pairs { loss, sums } => {
+                let (pairs, step_pairs) = (list, count);
+                dev.launch(PairLosses { pairs, targets, stats, scales, sums, totals, report, loss, step_pairs, scale, accumulate })
+            }
+            LossWork::Policy(loss) => {
+                let tokens = list.slice(0, TOKEN_WORDS * targets.elems());
+                dev.launch(PolicyLosses { tokens, targets, stats, scales, totals, report, loss, count, scale, accumulate })
+            }
+        }
     }
 
     /// The targets of all rows that the head computes.
-    fn pair_targets(&self, micro: MicroStep) -> DeviceSlice {
+    fn objective_targets(&self, micro: MicroStep) -> DeviceSlice {
         let selected = micro.head_rows.zip(self.activations.head_rows);
         selected.map_or(self.activations.targets, |(count, work)| work.targets.slice(0, count))
     }
@@ -157,7 +168,7 @@ impl Model {
 
     /// Softmax statistics and scales of `count` rows from `start` on.
     fn loss_arrays(&self, start: usize, count: usize) -> (DeviceSlice, Option<DeviceSlice>) {
-        match self.activations.pairs {
+        match self.activations.objective {
             None => (self.activations.loss_stats.slice(0, count * 3), None),
             Some(work) => (work.stats.slice(start * 3, count * 3), Some(work.scales.slice(start, count))),
         }
@@ -213,7 +224,7 @@ impl Model {
     }
 
     fn loss_backward<D: Kernels>(&self, dev: &mut D, rows: Rows, micro: MicroStep, gradients: HeadGradients) -> Result<()> {
-        // With a loss of pairs, the logits in memory are those of the last rows.
+        // With a loss of pairs or completions, the logits in memory are those of the last rows.
         let are_kept = self.activations.tile.holds(self.shape.vocab) && rows.scales.is_none();
         for tile in self.tiles() {
             let logits = if are_kept { self.logits_of(rows, &tile) } else { self.logits_tile(dev, rows, &tile)? };

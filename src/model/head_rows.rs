@@ -4,7 +4,9 @@
 //! leave them out. The loss and the gradient of the output matrix are sums over rows. Without the zeros of the rows that are left out, these
 //! sums are cut into other blocks and rounded elsewhere, so the choice decides bits.
 
+use crate::objective::Objective;
 use crate::pair_loss::PAIR_WORDS;
+use crate::policy_loss::TOKEN_WORDS;
 use serde::{Deserialize, Serialize};
 
 /// Rows that the head computes.
@@ -70,8 +72,24 @@ pub(crate) fn select(targets: &[i32], rows: &mut [i32], kept: &mut [i32], tile_r
     Some(count)
 }
 
+/// Changes the list of `objective` from one of all rows to one of the selected `rows`.
+pub(crate) fn place_list(objective: &Objective, list: &mut [i32], rows: &[i32]) {
+    match objective {
+        Objective::Pairs(_) => place_pairs(list, rows),
+        Objective::Policy(_) => place_tokens(list, rows),
+    }
+}
+
+/// Moves the numbers of the selected `rows`, which ascend, to the front.
+fn place_tokens(list: &mut [i32], rows: &[i32]) {
+    for (place, row) in rows.iter().enumerate() {
+        let first = *row as usize * TOKEN_WORDS;
+        list.copy_within(first..first + TOKEN_WORDS, place * TOKEN_WORDS);
+    }
+}
+
 /// Changes the rows of `pairs` from rows of the micro-batch to places in the list of selected `rows`.
-pub(crate) fn place_pairs(pairs: &mut [i32], rows: &[i32]) {
+fn place_pairs(pairs: &mut [i32], rows: &[i32]) {
     for words in pairs.as_chunks_mut::<PAIR_WORDS>().0 {
         for row in &mut words[..3] {
             *row = rows.partition_point(|selected| selected < row) as i32;
@@ -114,6 +132,14 @@ mod tests {
         assert_eq!(rows, [0, 1, 2, 3, 4, 5, 40, 63]);
         assert_eq!(kept.iter().filter(|target| **target >= 0).collect::<Vec<_>>(), [&5, &0, &9]);
         assert_eq!(kept[3], 5);
+    }
+
+    #[test]
+    fn numbers_of_tokens_follow_their_rows_into_the_list() {
+        let mut list: Vec<i32> = (0..6 * TOKEN_WORDS as i32).collect();
+        place_list(&crate::objective::tests::policy(crate::policy_loss::PolicyLossKind::Dapo), &mut list, &[0, 3, 4]);
+        let firsts: Vec<i32> = list.chunks(TOKEN_WORDS).take(3).map(|words| words[0]).collect();
+        assert_eq!((firsts, list[5]), (vec![0, 12, 16], 13));
     }
 
     #[test]

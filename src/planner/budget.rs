@@ -95,14 +95,14 @@ pub(crate) fn micro_batch<'a>(
 ) -> MicroBatch<'a> {
     let StepShape { micro_batch: batch, seq_length, sequence_ranks, .. } = recipe.step;
     let Numerics { dtype, fp8, head_rows, mlp_tile, .. } = recipe.numerics;
-    let (separates_documents, pair_loss, segments) = (recipe.separates_documents(), recipe.pair_loss, segments.starts());
+    let (separates_documents, objective, segments) = (recipe.separates_documents(), recipe.objective, segments.starts());
     MicroBatch {
         shape,
         batch,
         seq_length,
         sequence_ranks,
         separates_documents,
-        pair_loss,
+        objective,
         dtype,
         fp8,
         head_rows,

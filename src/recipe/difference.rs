@@ -4,7 +4,7 @@
 
 use super::part::RunPart;
 use super::record::{
-    ATTENTION_BLOCK, CPU_SUM_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, HEAD_ROWS, LONG_SUMS, LOSS_TILE, MATMUL, MLP_TILE, PAIR_LOSS,
+    ATTENTION_BLOCK, CPU_SUM_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, HEAD_ROWS, LONG_SUMS, LOSS_TILE, MATMUL, MLP_TILE, OBJECTIVE,
     PLAIN_MATMUL, Record, SEQUENCE_RANKS, STEP,
 };
 use super::{Numerics, Recipe, RowOrder, Schedule, StepShape};
@@ -55,14 +55,14 @@ impl Recipe {
 
     /// All fields.
     pub(super) fn fields(&self) -> Vec<RecipeField> {
-        let Self { model, rows, step, numerics, pair_loss, optimizer, schedule, max_grad_norm, router_aux_loss_coef, inject } = self;
+        let Self { model, rows, step, numerics, objective, optimizer, schedule, max_grad_norm, router_aux_loss_coef, inject } = self;
         let optimizer = RecipeField::new("AdamW", format!("{optimizer:?}"));
         let [norm, router] =
             [("gradient norm", max_grad_norm), ("router loss", router_aux_loss_coef)].map(|(name, x)| RecipeField::new(name, x));
         let parts = [vec![of_model(model)], of_numerics(numerics), of_step(step), of_rows(rows), of_schedule(schedule)];
         let injected = RecipeField::new("injected values", format!("{inject:?}"));
-        let loss = pair_loss.map_or_else(|| "of tokens".into(), |loss| format!("{loss:?}"));
-        let loss = RecipeField::new("loss", loss).numeric(PAIR_LOSS, json!(pair_loss), Some(Value::Null));
+        let loss = objective.map_or_else(|| "of tokens".into(), |loss| loss.to_string());
+        let loss = RecipeField::new("loss", loss).numeric(OBJECTIVE, json!(objective), Some(Value::Null));
         parts.into_iter().flatten().chain([loss, optimizer, norm, router, injected]).collect()
     }
 }

@@ -19,11 +19,11 @@ use crate::faults::Injection;
 use crate::model::activations::LossTile;
 use crate::model::head_rows::HeadRows;
 use crate::model::shape::ModelShape;
+use crate::objective::{Objective, REPORT_WORDS};
 use crate::optim::adam::AdamHyper;
 use crate::optim::moments::Moments;
 use crate::optim::optimizer::Optimizer;
 use crate::optim::schedule::{LrSchedule, LrScheduler, TrainLength};
-use crate::pair_loss::{PairLoss, REPORT_WORDS};
 use std::sync::Arc;
 
 /// All choices that decide the bits of a run's weights, besides the contents of its data and its initial weights.
@@ -37,8 +37,8 @@ pub struct Recipe {
     pub step: StepShape,
     /// Formats, kernels and tiles.
     pub numerics: Numerics,
-    /// The loss of pairs of answers; `None` for the loss of tokens.
-    pub pair_loss: Option<PairLoss>,
+    /// The loss of pairs or of sampled completions; `None` for the cross-entropy of tokens.
+    pub objective: Option<Objective>,
     /// Hyperparameters of Adam. The learning rate is that at the peak of the schedule.
     pub optimizer: AdamHyper,
     /// Course of the learning rate.
@@ -139,17 +139,17 @@ impl Recipe {
     /// Words of a micro-batch, or of its part on each of `ranks` ranks that share its rows.
     pub(crate) fn batch_words(&self, ranks: usize) -> usize {
         let rows = (self.step.micro_batch, self.step.seq_length);
-        batch::part_words(rows, ranks, self.separates_documents()) + self.pair_words()
+        batch::part_words(rows, ranks, self.separates_documents()) + self.list_words()
     }
 
-    /// Words of the pairs of a micro-batch; 0 if the loss is that of tokens.
-    pub(crate) fn pair_words(&self) -> usize {
-        self.pair_loss.map_or(0, |_| batch::pair_words((self.step.micro_batch, self.step.seq_length)))
+    /// Words of the list of a micro-batch; 0 for the cross-entropy of tokens.
+    pub(crate) fn list_words(&self) -> usize {
+        self.objective.map_or(0, |objective| objective.list_words((self.step.micro_batch, self.step.seq_length)))
     }
 
-    /// Numbers that each partial sum reports: the loss, and those of pairs.
+    /// Numbers that each partial sum reports: the loss, and those of the objective.
     pub(crate) fn report_words(&self) -> usize {
-        self.pair_loss.map_or(1, |_| REPORT_WORDS)
+        self.objective.map_or(1, |_| REPORT_WORDS)
     }
 
     /// The optimizer, with the formats of its state.

@@ -19,7 +19,7 @@ pub(crate) const LONG_SUMS: &str = "long_sums";
 /// Key of the rows that the head computes.
 pub(crate) const HEAD_ROWS: &str = "head_rows";
 /// Key of the loss of pairs, absent for the loss of tokens.
-pub(crate) const PAIR_LOSS: &str = "pair_loss";
+pub(crate) const OBJECTIVE: &str = "pair_loss";
 /// Key of the block of attention's backward pass; null if it runs in one piece.
 pub(crate) const ATTENTION_BLOCK: &str = "attention_block";
 /// Key of the tokens of a tile of the MLP; null if it runs in one piece.

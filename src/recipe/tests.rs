@@ -1,7 +1,7 @@
 use super::record::{CPU_SUM_BLOCK, HEAD_ROWS, LONG_SUMS, MATMUL, STEP};
 use super::*;
 use crate::data::rows::hold_out::EvalSplit;
-use crate::pair_loss::PairLossKind;
+use crate::objective::tests::DPO;
 use serde_json::{Map, Value, json};
 
 /// The recipe of a small run.
@@ -26,7 +26,7 @@ pub(crate) fn recipe() -> Recipe {
         rows: RowOrder { packing: Packing::Wrapped, overlong: Overlong::Auto, pair_length: None, held_out: None, shuffled: true, seed: 42 },
         step: StepShape { micro_batch: 2, seq_length: 16, micro_batches: 4, shares: 2, group: 1, sequence_ranks: 1 },
         numerics,
-        pair_loss: None,
+        objective: None,
         optimizer: AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
         schedule: Schedule { length: TrainLength::Steps(9), scheduler: LrScheduler::Linear, warmup_steps: 0, warmup_ratio: 0.1 },
         max_grad_norm: 1.0,
@@ -38,7 +38,7 @@ pub(crate) fn recipe() -> Recipe {
 /// A change of each field.
 const CHANGES: [fn(&mut Recipe); 35] = [
     |r| r.rows.pair_length = Some(8),
-    |r| r.pair_loss = Some(PairLoss { kind: PairLossKind::Dpo, beta: 0.1, label_smoothing: 0.0, margin: 0.5 }),
+    |r| r.objective = Some(DPO),
     |r| r.model = Arc::new(ModelShape::demo().with_layers(1)),
     |r| r.rows.packing = Packing::Bfd,
     |r| r.rows.overlong = Overlong::Drop,

@@ -1,7 +1,8 @@
 //! Data of a benchmark: random tokens, as one text or as documents of random lengths.
 
-use crate::data::rows::batch::{Batch, Batches};
+use crate::data::rows::batch::{Batch, Batches, RowList};
 use crate::error::Result;
+use crate::policy_loss::PolicyToken;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::collections::BTreeMap;
@@ -242,11 +243,18 @@ impl Batches for RandomTokens {
             // A negative target has no loss.
             row.targets[..masked].fill(-1);
             self.untrained += masked;
-            match (row.documents, row.pairs) {
-                (Some(starts), Some(mut pairs)) => {
+            match (row.documents, row.list) {
+                (Some(starts), Some(RowList::Pairs(mut pairs))) => {
                     let answers = [length / 2, length - length / 2];
                     self.write_documents(&answers, starts, row.positions);
                     pairs.add([0, answers[0], length], [0.0; 2]);
+                }
+                (Some(starts), Some(RowList::Rollouts(words))) => {
+                    self.separate(starts, row.positions);
+                    row.targets[length - 1] = -1;
+                    let absent = f32::NAN;
+                    let numbers = PolicyToken::words([1.0, absent, -1.0], length as i32);
+                    words.as_chunks_mut().0.fill(numbers);
                 }
                 (Some(starts), None) => self.separate(starts, row.positions),
                 (None, _) => *self.documents.entry(length).or_default() += 1,
@@ -261,13 +269,14 @@ mod tests {
     use super::*;
     use crate::data::loss_weight::LossWeight;
     use crate::data::rows::batch;
+    use crate::objective::tests::DPO;
 
     /// Simulated steps of a loss of pairs have data, too.
     #[test]
     fn rows_of_pairs_have_a_pair_each() {
         for seq_length in [4, 7, 64] {
-            let mut memory = vec![0; 2 * batch::part_words((1, seq_length), 1, true) + 2 * batch::pair_words((1, seq_length))];
-            let mut batch = Batch::of_pairs(&mut memory, seq_length);
+            let mut memory = vec![0; 2 * batch::part_words((1, seq_length), 1, true) + DPO.list_words((2, seq_length))];
+            let mut batch = Batch::of_objective(&mut memory, seq_length, &DPO);
             let mut tokens = RandomTokens::new(3, 50);
             tokens.fill(&mut batch).unwrap();
             assert_eq!(tokens.documents().iter().map(|(length, count)| length * count).sum::<usize>(), 2 * seq_length);

@@ -8,7 +8,7 @@ use crate::data::dataset::Dataset;
 use crate::data::loader::DataPosition;
 use crate::data::rows::batch::{Batch, Batches};
 use crate::error::Result;
-use crate::pair_loss::PairMetrics;
+use crate::objective::{Objective, ObjectiveMetrics, REPORT_WORDS};
 
 /// The evaluation dataset of a run and its schedule.
 pub(super) struct Evaluation {
@@ -58,23 +58,19 @@ fn complete_epochs(position: DataPosition, sequences: usize) -> u64 {
     position.epoch + u64::from(position.next_sequence == sequences as u64)
 }
 
-/// Sums of the numbers of pairs over the parts of an evaluation.
+/// Sums of the reported numbers of an objective over the parts of an evaluation.
 #[derive(Default)]
-pub(super) struct PairSums(Option<PairMetrics>);
+pub(super) struct ReportSums([f64; REPORT_WORDS]);
 
-impl PairSums {
-    /// Adds the means over `pairs` pairs.
-    pub(super) fn add(&mut self, means: Option<PairMetrics>, pairs: f64) {
-        let Some(mut means) = means else { return };
-        let sums = self.0.get_or_insert_default();
-        sums.each().into_iter().zip(means.each()).for_each(|(sum, mean)| *sum += *mean * pairs);
+impl ReportSums {
+    /// Adds the means over `weight` pairs, completions or tokens.
+    pub(super) fn add(&mut self, means: [f64; REPORT_WORDS], weight: f64) {
+        self.0.iter_mut().zip(means).for_each(|(sum, mean)| *sum += mean * weight);
     }
 
-    /// The means over all `pairs` pairs.
-    pub(super) fn mean(self, pairs: f64) -> Option<PairMetrics> {
-        let mut sums = self.0?;
-        sums.each().into_iter().for_each(|sum| *sum /= pairs.max(1.0));
-        Some(sums)
+    /// The metrics of the means over all `weight` pairs, completions or tokens; `None` for the cross-entropy of tokens.
+    pub(super) fn metrics(self, objective: Option<Objective>, weight: f64) -> Option<ObjectiveMetrics> {
+        objective.map(|objective| objective.metrics(self.0.map(|sum| sum / weight.max(1.0))))
     }
 }
 

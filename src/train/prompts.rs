@@ -58,8 +58,8 @@ impl Prompts {
     /// # Errors
     /// The engine's; `Interrupted`.
     pub(super) fn write<D: Kernels>(&self, engine: &mut Engine<D>, stop: &StopFlag) -> Result<Vec<WrittenSample>> {
-        let texts = self.sampler.texts(engine, stop)?;
-        Ok(self.lines.iter().zip(texts).map(|(prompt, text)| WrittenSample { prompt: prompt.clone(), text }).collect())
+        let written = self.sampler.completions(engine, stop)?;
+        Ok(self.lines.iter().zip(written).map(|(prompt, written)| WrittenSample { prompt: prompt.clone(), text: written.text }).collect())
     }
 }
 

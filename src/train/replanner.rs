@@ -211,7 +211,7 @@ mod tests {
             counts,
             exposed,
             counters,
-            pairs: None,
+            objective: None,
             exposed_to_peers_ns,
             expert_load: None,
         }

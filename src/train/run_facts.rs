@@ -113,7 +113,7 @@ mod tests {
             exposed_peer_rank: None,
             d2h_bytes: 0,
             h2d_bytes: 0,
-            pairs: None,
+            objective: None,
             expert_load: None,
             rss_bytes: 0,
         }

@@ -1,7 +1,7 @@
 //! Text from a run's checkpoint, or from the weights that a run begins with.
 
 use super::record::RecordedRun;
-use super::sampling::{Sampling, TextSampler};
+use super::sampling::{Completion, Sampling, TextSampler};
 use super::text;
 use crate::checkpoint::{Check, Loaded, engine_state};
 use crate::config::options::{DeviceChoice, ReplanChoice, TokenizerChoice};
@@ -31,6 +31,8 @@ const ROWS_MAX: usize = 8;
 const GRAIN: usize = 64;
 /// No prompt is answered at greater length.
 const NEW_TOKENS_MAX: usize = 1 << 20;
+/// Largest number of texts after a prompt.
+const SAMPLES_MAX: usize = 1 << 16;
 
 /// The options of `sample`.
 #[derive(clap::Args, Clone, Debug)]
@@ -54,6 +56,14 @@ pub struct SampleOptions {
     #[arg(long, value_name = "N", default_value_t = 42)]
     pub seed: u64,
 
+    /// Number of texts after each prompt.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub samples: usize,
+
+    /// Print a line of JSON for each text, with token ids and log-probabilities.
+    #[arg(long)]
+    pub json: bool,
+
     /// Device [default: as in the run].
     #[arg(long, value_enum)]
     pub device: Option<DeviceChoice>,
@@ -72,15 +82,29 @@ impl SampleOptions {
         if !(1..=NEW_TOKENS_MAX).contains(&max_new_tokens) {
             return Err(Error::usage(format!("--max-new-tokens {max_new_tokens}: must be from 1 to {NEW_TOKENS_MAX}")));
         }
+        if !(1..=SAMPLES_MAX).contains(&self.samples) {
+            return Err(Error::usage(format!("--samples {}: must be from 1 to {SAMPLES_MAX}", self.samples)));
+        }
         Ok(Sampling { max_new_tokens, temperature, seed })
     }
 }
 
-/// Samples the model of the run that `options` name after each of their prompts.
+/// A text as a line of JSON. Training on completions reads such lines, once each has an advantage.
+#[derive(serde::Serialize)]
+struct SampleLine<'a> {
+    prompt: &'a str,
+    completion: &'a str,
+    prompt_ids: &'a [u32],
+    completion_ids: &'a [u32],
+    old_logps: &'a [f64],
+}
+
+/// Samples the model of the run that `options` name after each of their prompts. Returns the texts with their prompts as the options print
+/// them.
 ///
 /// # Errors
 /// `Usage` for invalid options; errors of the checkpoint and of the device; `Interrupted`.
-pub(crate) fn sample(options: &SampleOptions, stop: &StopFlag) -> Result<Vec<String>> {
+pub(crate) fn sample(options: &SampleOptions, stop: &StopFlag) -> Result<String> {
     let sampling = options.sampling()?;
     let run = RecordedRun::open(&options.run, Check::Now)?;
     let flags = TrainOptions { device: options.device, threads: options.threads, ..TrainOptions::default() };
@@ -88,8 +112,27 @@ pub(crate) fn sample(options: &SampleOptions, stop: &StopFlag) -> Result<Vec<Str
     let dir = run.loaded.model_dir();
     let shape = run.loaded.shape()?;
     let tokenizer = tokenizer(&run, &settings, &dir)?.refusing(shape.media_tokens.clone());
-    let sampler = TextSampler::new(&tokenizer, &options.prompt, sampling, stop)?;
-    write(&settings, &shape, &sampler, WeightSource::Checkpoint(Box::new(run.loaded)), stop)
+    let prompts: Vec<String> = options.prompt.iter().flat_map(|prompt| std::iter::repeat_n(prompt.clone(), options.samples)).collect();
+    let sampler = TextSampler::new(&tokenizer, &prompts, sampling, stop)?;
+    let written = write(&settings, &shape, &sampler, WeightSource::Checkpoint(Box::new(run.loaded)), stop)?;
+    Ok(if options.json { json_lines(&prompts, &written)? } else { texts(&prompts, written) })
+}
+
+/// The texts, each after its prompt if there are several.
+fn texts(prompts: &[String], written: Vec<Completion>) -> String {
+    let is_one = written.len() == 1;
+    let text = |(prompt, Completion { text, .. }): (&String, Completion)| if is_one { text } else { format!("> {prompt}\n{text}\n") };
+    prompts.iter().zip(written).map(text).collect::<Vec<_>>().join("\n")
+}
+
+/// A line of JSON for each text.
+fn json_lines(prompts: &[String], written: &[Completion]) -> Result<String> {
+    let line = |(prompt, completion): (&String, &Completion)| {
+        let Completion { prompt: prompt_ids, ids: completion_ids, logps: old_logps, text: completion } = completion;
+        serde_json::to_string(&SampleLine { prompt, completion, prompt_ids, completion_ids, old_logps })
+    };
+    let lines: std::result::Result<Vec<_>, _> = prompts.iter().zip(written).map(line).collect();
+    Ok(lines.map_err(|error| Error::resource("write samples as JSON", error))?.join("\n"))
 }
 
 /// Samples the built-in model after `prompt`: that of the checkpoint in `path`, or as a run with `settings` begins.
@@ -102,7 +145,8 @@ pub(super) fn of_demo(settings: &Settings, prompt: &str, path: Option<&Path>, st
         crate::checkpoint::open(path).map(|loaded| WeightSource::Checkpoint(Box::new(loaded)))
     })?;
     let sampler = TextSampler::new(&Tokenizer::bytes(), &[prompt.to_string()], sampling, stop)?;
-    write(settings, &ModelShape::demo(), &sampler, from, stop).map(|texts| texts.concat())
+    let written = write(settings, &ModelShape::demo(), &sampler, from, stop)?;
+    Ok(written.into_iter().map(|completion| completion.text).collect())
 }
 
 /// The weights that are sampled.
@@ -111,7 +155,7 @@ enum WeightSource {
     Checkpoint(Box<Loaded>),
 }
 
-fn write(settings: &Settings, shape: &ModelShape, sampler: &TextSampler, from: WeightSource, stop: &StopFlag) -> Result<Vec<String>> {
+fn write(settings: &Settings, shape: &ModelShape, sampler: &TextSampler, from: WeightSource, stop: &StopFlag) -> Result<Vec<Completion>> {
     let settings = alone(settings, sampler);
     check_context(&settings, shape, Path::new("the model"))?;
     let (launcher, settings) = Launcher::new(&settings)?;
@@ -135,7 +179,7 @@ fn alone(settings: &Settings, sampler: &TextSampler) -> Settings {
         tokens_per_step: None,
         packing: Packing::Wrapped,
         replan: ReplanChoice::Off,
-        ..settings.clone()
+        ..settings.clone().without_objective()
     }
 }
 
@@ -167,9 +211,9 @@ struct Writing<'a> {
 }
 
 impl UseEngine for Writing<'_> {
-    type Output = Vec<String>;
+    type Output = Vec<Completion>;
 
-    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<Vec<String>> {
+    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<Vec<Completion>> {
         match self.from {
             WeightSource::Seed(seed) => engine.init_state(seed, engine.plan().site.threads)?,
             WeightSource::Checkpoint(loaded) => {
@@ -181,8 +225,8 @@ impl UseEngine for Writing<'_> {
             }
         }
         engine.send_weights()?;
-        let texts = self.sampler.texts(&mut engine, self.stop)?;
+        let completions = self.sampler.completions(&mut engine, self.stop)?;
         engine.finish()?;
-        Ok(texts)
+        Ok(completions)
     }
 }

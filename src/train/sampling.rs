@@ -20,6 +20,28 @@ pub(super) struct Sampling {
     pub(super) seed: u64,
 }
 
+/// Text that a model wrote after a prompt.
+#[derive(Debug)]
+pub(crate) struct Completion {
+    /// Ids of the prompt.
+    pub(crate) prompt: Vec<u32>,
+    /// Ids that were written, with the end of text if that was one of them.
+    pub(crate) ids: Vec<u32>,
+    /// The log-probability of each of these ids at temperature 1.
+    pub(crate) logps: Vec<f64>,
+    /// The text of these ids, without the end of text.
+    pub(crate) text: String,
+}
+
+/// A row while it is written.
+struct OpenRow {
+    /// The prompt and the text so far.
+    ids: Vec<u32>,
+    logps: Vec<f64>,
+    /// The end of text, once it was chosen.
+    end: Option<u32>,
+}
+
 /// A writer of text after prompts, with the weights of an engine.
 pub(super) struct TextSampler {
     decoder: TokenDecoder,
@@ -49,43 +71,44 @@ impl TextSampler {
         self.prompts.iter().map(Vec::len).max().unwrap_or(0) + self.sampling.max_new_tokens
     }
 
-    /// The text that the model of `engine` writes after each prompt, until its end of text, the limit, or the end of a row.
+    /// The completion that the model of `engine` writes after each prompt, until its end of text, the limit, or the end of a row.
     ///
     /// # Errors
     /// The engine's; `Interrupted`.
-    pub(super) fn texts<D: Kernels>(&self, engine: &mut Engine<D>, stop: &StopFlag) -> Result<Vec<String>> {
-        let (mut texts, rows) = (Vec::new(), engine.plan().recipe.step.micro_batch);
+    pub(super) fn completions<D: Kernels>(&self, engine: &mut Engine<D>, stop: &StopFlag) -> Result<Vec<Completion>> {
+        let (mut completions, rows) = (Vec::new(), engine.plan().recipe.step.micro_batch);
         for prompts in self.prompts.chunks(rows) {
-            let written = self.written(engine, prompts, texts.len(), stop)?;
-            for (prompt, row) in prompts.iter().zip(written) {
-                texts.push(self.text_after(prompt, &row, stop)?);
+            let written = self.written(engine, prompts, completions.len(), stop)?;
+            for (prompt, OpenRow { ids, logps, end }) in prompts.iter().zip(written) {
+                let text = self.text_after(prompt, &ids, stop)?;
+                let ids = ids[prompt.len()..].iter().copied().chain(end).collect();
+                completions.push(Completion { prompt: prompt.clone(), ids, logps, text });
             }
         }
-        Ok(texts)
+        Ok(completions)
     }
 
     /// The rows that begin with `prompts`, the first of which is number `first`.
-    fn written<D: Kernels>(&self, engine: &mut Engine<D>, prompts: &[Vec<u32>], first: usize, stop: &StopFlag) -> Result<Vec<Vec<u32>>> {
+    fn written<D: Kernels>(&self, engine: &mut Engine<D>, prompts: &[Vec<u32>], first: usize, stop: &StopFlag) -> Result<Vec<OpenRow>> {
         let (vocab, seq_length) = (engine.shape().vocab, engine.plan().recipe.step.seq_length);
-        let (mut rows, mut logits) = (prompts.to_vec(), Vec::new());
+        let row = |prompt: &Vec<u32>| OpenRow { ids: prompt.clone(), logps: Vec::new(), end: None };
+        let (mut rows, mut logits) = (prompts.iter().map(row).collect::<Vec<_>>(), Vec::new());
         let mut open: Vec<usize> = (0..rows.len()).collect();
         let mut dice: Vec<_> = (first..).take(rows.len()).map(|number| self.dice(number)).collect();
         for _ in 0..self.sampling.max_new_tokens {
-            open.retain(|&row| rows[row].len() < seq_length);
+            open.retain(|&row| rows[row].ids.len() < seq_length);
             if open.is_empty() {
                 break;
             }
             if stop.is_set() {
                 return Err(Error::Interrupted("text was sampled".into()));
             }
-            let places: Vec<usize> = open.iter().map(|&row| row * seq_length + rows[row].len() - 1).collect();
+            let places: Vec<usize> = open.iter().map(|&row| row * seq_length + rows[row].ids.len() - 1).collect();
             engine.next_logits(&mut PromptRows { rows: &rows, is_dealt: false }, &places, &mut logits)?;
             let mut of_rows = logits.chunks_exact(vocab);
             open.retain(|&row| {
-                let token = of_rows.next().map(|logits| self.chosen(logits, &mut dice[row]));
-                let token = token.filter(|token| Some(*token) != self.end_of_text);
-                rows[row].extend(token);
-                token.is_some()
+                let Some(logits) = of_rows.next() else { return false };
+                rows[row].push(self.chosen(logits, &mut dice[row]), logits, self.end_of_text)
             });
         }
         Ok(rows)
@@ -108,6 +131,28 @@ impl TextSampler {
         let temperature = self.sampling.temperature;
         if temperature == 0.0 { likeliest(logits) } else { drawn(logits, temperature, dice) }
     }
+}
+
+impl OpenRow {
+    /// Adds the token `id`, which was chosen by `logits`. Returns whether the row goes on.
+    fn push(&mut self, id: u32, logits: &[f32], end_of_text: Option<u32>) -> bool {
+        self.logps.push(log_probability(logits, id));
+        let is_end = Some(id) == end_of_text;
+        if is_end {
+            self.end = Some(id)
+        } else {
+            self.ids.push(id)
+        }
+        !is_end
+    }
+}
+
+/// The log-probability of token `id`.
+fn log_probability(logits: &[f32], id: u32) -> f64 {
+    let top = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let of = |logit: f32| f64::from(logit) - f64::from(top);
+    let sum: f64 = logits.iter().map(|logit| libm::exp(of(*logit))).sum();
+    logits.get(id as usize).map_or(f64::NEG_INFINITY, |logit| of(*logit) - libm::log(sum))
 }
 
 /// The place of the largest logit, the first of equal ones.
@@ -134,7 +179,7 @@ fn drawn(logits: &[f32], temperature: f64, dice: &mut ChaCha8Rng) -> u32 {
 
 /// A micro-batch with rows that begin with the text so far; all other rows are empty.
 struct PromptRows<'a> {
-    rows: &'a [Vec<u32>],
+    rows: &'a [OpenRow],
     is_dealt: bool,
 }
 
@@ -144,7 +189,7 @@ impl Batches for PromptRows<'_> {
         batch.tokens.fill(0);
         batch.targets.fill(-1);
         for (row, written) in batch.rows().zip(rows) {
-            for (token, id) in row.tokens.iter_mut().zip(written) {
+            for (token, id) in row.tokens.iter_mut().zip(&written.ids) {
                 *token = *id as i32;
             }
             // A loss is computed beside the logits, and needs a target.
@@ -163,6 +208,16 @@ mod tests {
     fn the_likeliest_token_is_the_first_of_the_largest() {
         assert_eq!(likeliest(&[0.5, 2.0, f32::NAN, 2.0, -1.0]), 1);
         assert_eq!((likeliest(&[]), likeliest(&[f32::NEG_INFINITY, -3.0])), (0, 1));
+    }
+
+    #[test]
+    fn a_row_ends_with_its_end_of_text_and_every_token_has_a_log_probability() {
+        let (logits, mut row) = ([0.0, f32::ln(3.0)], OpenRow { ids: vec![7], logps: Vec::new(), end: None });
+        assert!(row.push(1, &logits, Some(0)) && !row.push(0, &logits, Some(0)));
+        assert_eq!((&row.ids[..], row.end), (&[7, 1][..], Some(0)));
+        for (logp, expected) in row.logps.iter().zip([0.75f64, 0.25]) {
+            assert!((logp - expected.ln()).abs() < 1e-7, "{logp}");
+        }
     }
 
     #[test]

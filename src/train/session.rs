@@ -5,7 +5,7 @@ mod reported_saves;
 mod saving;
 
 use self::reported_saves::ReportedSaves;
-use super::evaluation::{Evaluation, PairSums, Progress};
+use super::evaluation::{Evaluation, Progress, ReportSums};
 use super::facts_line::{FactsLine, RunDescription};
 use super::feed::Feed;
 use super::identity::Run;
@@ -30,7 +30,7 @@ use crate::engine::protocol::verdict::Verdict;
 use crate::engine::watch::watchdog::Watchdog;
 use crate::error::{Error, Result};
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
-use crate::metrics::{EvalLine, EvalMetrics, PairLine, StepMetrics, WrittenSample, rss_bytes};
+use crate::metrics::{EvalLine, EvalMetrics, ObjectiveLine, StepMetrics, WrittenSample, rss_bytes};
 use crate::model::head_rows::HeadRows;
 use crate::model::shape::ModelShape;
 use crate::optim::schedule::LrSchedule;
@@ -297,7 +297,7 @@ impl<D: Kernels> Session<D> {
         let Some(evaluation) = &self.evaluation else { return Ok(()) };
         self.progress.begin();
         let (start, mut all, mut loss_sum, mut counted) = (Instant::now(), evaluation.sequences(), 0.0, CountedTargets::default());
-        let mut pair_sums = PairSums::default();
+        let mut report = ReportSums::default();
         while !all.is_over() {
             if stop.is_set() {
                 return Ok(());
@@ -306,14 +306,14 @@ impl<D: Kernels> Session<D> {
             let loss = self.engine.evaluate_read(targets).inspect_err(|_| self.is_sound = false)?;
             loss_sum += loss * targets.weight();
             counted = counted + targets;
-            pair_sums.add(self.engine.pair_metrics(), targets.weight());
+            report.add(self.engine.reported(), targets.weight());
         }
-        let pairs = pair_sums.mean(counted.weight()).map(PairLine::from);
+        let objective = report.metrics(self.engine.plan().recipe.objective, counted.weight()).map(ObjectiveLine::from);
         let eval_loss = loss_sum / counted.weight().max(f64::MIN_POSITIVE);
         let eval_perplexity = eval_loss.exp();
         let eval_seconds = start.elapsed().as_secs_f64();
         let (step, eval_tokens) = (self.engine.train_step(), counted.targets as u64);
-        let metrics = EvalMetrics { step, eval_loss, eval_perplexity, pairs, eval_tokens, eval_seconds };
+        let metrics = EvalMetrics { step, eval_loss, eval_perplexity, objective, eval_tokens, eval_seconds };
         self.evaluated = Some(metrics);
         self.progress.record(metrics.step, eval_loss, self.totals.steps == 0 && metrics.step > 0);
         self.last_step_end = Some(Instant::now());
@@ -368,7 +368,7 @@ impl<D: Kernels> Session<D> {
             exposed_transfer_ms: report.exposed.transfer_ns as f64 / 1e6,
             exposed_peer_ms: report.exposed.peer_ns as f64 / 1e6,
             exposed_peer_rank: report.most_exposed_to_peers(),
-            pairs: report.pairs.map(PairLine::from),
+            objective: report.objective.map(ObjectiveLine::from),
             d2h_bytes: report.counters.d2h_bytes,
             h2d_bytes: report.counters.h2d_bytes,
             expert_load: report.expert_load,

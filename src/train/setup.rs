@@ -340,7 +340,7 @@ impl PreparedRun<'_> {
         previous_run::move_aside(run_dir.dir(), engine.train_step())?.iter().for_each(|line| observer.warn(line));
         remove_others(run_dir.dir(), &known);
         known.save(run_dir.path(), tokenizer.rules())?;
-        if plan.recipe.pair_loss.is_some_and(|loss| loss.kind.has_reference()) {
+        if plan.recipe.objective.is_some_and(|objective| objective.has_reference()) {
             let mut data = ReferenceData { dataset: &mut dataset, eval_dataset: eval_dataset.as_mut() };
             match &former_dir {
                 None => data.compute(&mut engine, (run_dir.path(), &mut run), stop, observer)?,

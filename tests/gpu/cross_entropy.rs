@@ -7,8 +7,11 @@ use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
-use superoffload::internals::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, CrossEntropyStats, PairLosses};
+use superoffload::internals::device::{
+    CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, CrossEntropyStats, PairLosses, PolicyLosses,
+};
 use superoffload::internals::dtype::Dtype;
+use superoffload::internals::objective::{PolicyLoss, PolicyLossKind, PolicyToken};
 use superoffload::internals::pair_loss::{AnswerSum, PairLoss, PairLossKind};
 
 const FP32: Dtype = Dtype::Float32;
@@ -62,6 +65,12 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     ] {
         for pairs in [1, 3, 40, 257] {
             suite.case(&format!("pair_losses {kind:?} {pairs} pairs"), move |bench, random| pair_losses(bench, random, kind, pairs));
+        }
+    }
+    for kind in [PolicyLossKind::Dapo, PolicyLossKind::Grpo, PolicyLossKind::DrGrpo] {
+        for (rows, beta) in [(1, 0.0), (600, 0.0), (600, 0.04), (4097, 0.04)] {
+            let name = format!("policy_losses {kind:?} {rows} rows, beta {beta}");
+            suite.case(&name, move |bench, random| policy_losses(bench, random, (kind, beta), rows));
         }
     }
 }
@@ -208,6 +217,42 @@ fn pair_losses(bench: &mut Bench, random: &mut Random, kind: PairLossKind, place
         let (pairs, targets, stats, scales) = (at[pairs], at[targets], at[stats], at[scales]);
         let (sums, totals, report) = (at[sums], at[totals], at[report]);
         dev.launch(PairLosses { pairs, targets, stats, scales, sums, totals, report, loss, step_pairs, scale, accumulate: false })
+    })
+}
+
+/// Sums in f64. Some rows have no target, some no old log-probability, and ratios lie on both sides of both bounds.
+fn policy_losses(bench: &mut Bench, random: &mut Random, (kind, beta): (PolicyLossKind, f64), rows: usize) -> Outcome {
+    let loss = PolicyLoss { kind, epsilon: 0.2, epsilon_high: 0.3, beta, max_completion_length: 20 };
+    let (mut words, mut stats, mut targets, mut scales) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let (count, scale, mut total) = (7.0, 4.0f32, [0.0; 6]);
+    for row in 0..rows {
+        let [max, target, advantage] = [(); 3].map(|()| random.scaled(FP32, 1, 2.0)[0]);
+        let exponentials = 1.0 + random.positive(1)[0];
+        let logp = f64::from(target) - f64::from(max) - f64::from(exponentials).ln();
+        let mut near = || logp as f32 + random.scaled(FP32, 1, 0.5)[0];
+        let (old, reference) = (if row % 11 == 7 { f32::NAN } else { near() }, near());
+        let (tokens, is_trained) = (1 + row as i32 % 30, row % 5 != 3);
+        words.extend([advantage, old, reference].map(|x| x.to_bits() as i32).into_iter().chain([tokens]));
+        targets.push(if is_trained { 5 } else { -1 });
+        stats.extend(if is_trained { [max, exponentials, target] } else { [0.0, 1.0, 0.0] });
+        let [advantage, old, reference] = [advantage, old, reference].map(f64::from);
+        let terms = loss.terms(logp, PolicyToken { advantage, old, reference, tokens: tokens.into() });
+        let [low, high] = terms.is_clipped.map(|is_clipped| f64::from(u8::from(is_clipped)));
+        scales.push(if is_trained { Near { want: -terms.slope / count * f64::from(scale), error: 1e-11 } } else { Near::exact(0.0) });
+        let numbers = [terms.loss, terms.ratio, low, high, terms.kl, 1.0];
+        total.iter_mut().zip(numbers).for_each(|(total, number)| *total += if is_trained { number } else { 0.0 });
+    }
+    let mut case = Case::default();
+    let (tokens, targets) = (case.ints("tokens", &words), case.ints("targets", &targets));
+    let (stats, before) = (case.input("stats", FP32, &stats), vec![0.0; scales.len()]);
+    let scales = case.updated("scales", FP32, &before, Want::Near(scales));
+    let totals = case.output("totals", Dtype::Int32, 12, Want::Any);
+    let means = total.map(|total| Near { want: total / count, error: 1e-9 });
+    let report = case.output("report", FP32, 6, Want::Near(means.to_vec()));
+    case.check(bench, &|dev, at| {
+        let (tokens, targets, stats, scales) = (at[tokens], at[targets], at[stats], at[scales]);
+        let (totals, report) = (at[totals], at[report]);
+        dev.launch(PolicyLosses { tokens, targets, stats, scales, totals, report, loss, count, scale, accumulate: false })
     })
 }
 

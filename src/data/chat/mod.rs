@@ -23,6 +23,7 @@ mod probe;
 mod python;
 pub(crate) mod record;
 mod rewrite;
+pub(crate) mod rollout;
 pub(crate) mod sample;
 pub(in crate::data) mod span;
 mod template;

@@ -5,6 +5,7 @@ use super::mask::{Conversation, TrainOn};
 use super::message::{self, ReadMessage};
 use super::pair::{PairTexts, take_common};
 use super::parts::PartRoles;
+use super::rollout::{ADVANTAGE, OLD_LOGPS, REF_LOGPS, Rollout, RolloutColumns};
 use super::sample::{ChatSample, ChatSamples};
 use super::template::ChatTemplate;
 use super::token_weights::{self, ROUNDED, WEIGHTS};
@@ -35,10 +36,12 @@ pub enum DataFormat {
     InputIds,
     /// `chosen` and `rejected`, `prompt` beside or in both: pairs of answers, for --loss.
     Preference,
+    /// `prompt_ids`, `completion_ids` and `advantage`, log-probabilities beside: samples, for --loss.
+    Rollouts,
 }
 
 impl DataFormat {
-    const COLUMNS: [(Self, &[&str]); 7] = [
+    const COLUMNS: [(Self, &[&str]); 8] = [
         (Self::Text, &["text"]),
         (Self::Messages, &["messages"]),
         (Self::Messages, &["conversations"]),
@@ -46,6 +49,7 @@ impl DataFormat {
         (Self::Alpaca, &["instruction", "output"]),
         (Self::InputIds, &["input_ids"]),
         (Self::Preference, &["chosen", "rejected"]),
+        (Self::Rollouts, &["prompt_ids", "completion_ids", ADVANTAGE]),
     ];
 
     /// Whether its records hold answers to prompts, not running text.
@@ -97,7 +101,7 @@ impl Default for RecordRules {
 }
 
 /// Content of a record.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq)]
 pub(in crate::data) enum Content {
     /// A document like those of a text file.
     Text(String),
@@ -109,6 +113,8 @@ pub(in crate::data) enum Content {
     Ids(Vec<(u32, LossWeight)>),
     /// Two answers to a prompt.
     Pair(PairTexts),
+    /// A sampled completion with its numbers.
+    Rollout(Rollout),
 }
 
 /// A record that was read.
@@ -138,11 +144,13 @@ impl RecordRules {
         let mut fitting: Vec<DataFormat> =
             DataFormat::COLUMNS.iter().map(|(format, _)| *format).filter(|format| format.fits(&|name| record.has(name))).collect();
         fitting.dedup();
-        // Data of other formats may have these columns, too. Pairs are read for a loss of pairs alone.
+        // Data of other formats may have these columns, too. Pairs and rollouts are read for a loss of their own alone.
+        let has_rollouts = fitting.pop_if(|last| *last == DataFormat::Rollouts).is_some();
         let has_pairs = fitting.pop_if(|last| *last == DataFormat::Preference).is_some();
         match fitting[..] {
             [format] => Ok(format),
             [] if has_pairs => Err("its columns are those of pairs of answers: train on pairs with --loss dpo".into()),
+            [] if has_rollouts => Err("its columns are those of sampled completions: train on completions with --loss dapo".into()),
             [] => {
                 let found: Vec<_> = record.columns.keys().map(String::as_str).take(8).collect();
                 let known = DataFormat::COLUMNS.map(|(_, columns)| columns.join(" with ")).join(", ");
@@ -160,7 +168,8 @@ impl RecordRules {
 
     /// Whether the data's column `name` decides which tokens a record becomes.
     fn decides(&self, name: &str) -> bool {
-        let beside = ["tools", "system", "input", "history", "labels", WEIGHTS, "chat_template_kwargs"].iter().chain(&ids::MASKS);
+        let beside = ["tools", "system", "input", "history", "labels", WEIGHTS, "chat_template_kwargs", OLD_LOGPS, REF_LOGPS];
+        let beside = beside.iter().chain(&ids::MASKS);
         let known = || DataFormat::COLUMNS.iter().flat_map(|(_, columns)| columns.iter()).chain(beside).any(|column| *column == name);
         self.columns.values().any(|foreign_name| foreign_name == name) || known()
     }
@@ -201,6 +210,10 @@ impl RecordRules {
             DataFormat::Preference => {
                 self.allow(&[TrainOn::Completion], format)?;
                 record.pair(&mut remarks).map(Content::Pair)?
+            }
+            DataFormat::Rollouts => {
+                self.allow(&[TrainOn::Completion], format)?;
+                record.rollout().map(Content::Rollout)?
             }
             DataFormat::Messages | DataFormat::PromptCompletion | DataFormat::Alpaca => self.rendered(&record, format, &mut remarks)?,
         };
@@ -336,6 +349,14 @@ impl ReadRecord<'_> {
         let template = self.rules.template.as_ref().map_err(Clone::clone)?;
         let (tools, variables) = (self.tools()?, self.template_variables()?);
         PairTexts::of_messages(&prompt, answers, template.for_tools(tools.as_ref()), (tools.as_ref(), &variables))
+    }
+
+    /// The completion, and the numbers of its tokens.
+    fn rollout(&self) -> Result<Rollout, String> {
+        let column = |name| IdColumn { name: self.their_name(name), value: &self.columns[name] };
+        let optional = |name| self.has(name).then(|| column(name));
+        let [prompt, completion, advantage] = ["prompt_ids", "completion_ids", ADVANTAGE].map(column);
+        RolloutColumns { prompt, completion, advantage, old: optional(OLD_LOGPS), reference: optional(REF_LOGPS) }.read()
     }
 
     /// Whether the template goes over the parts of a message of `role`.

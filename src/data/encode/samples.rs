@@ -6,9 +6,11 @@ use super::marked_text::TextPiece;
 use super::token_spans::{MaskedTokens, has_end, masked};
 use crate::data::chat::pair::PairTexts;
 use crate::data::chat::record::Content;
+use crate::data::chat::rollout::Rollout;
 use crate::data::chat::sample::{ChatSample, ChatSamples};
 use crate::data::chat::span::common_prefix;
 use crate::data::loss_weight::{LossWeight, id_of};
+use crate::data::number_words;
 use crate::data::tokenizer::{LocalTokenizer, Token, floor_boundary};
 use crate::error::Result;
 
@@ -18,8 +20,11 @@ use crate::error::Result;
 /// The tokenizer's.
 pub(in crate::data) fn trained_samples(content: Content, tokenizer: &LocalTokenizer) -> Result<RecordSamples> {
     let is_trained = |sample: &Vec<u32>| sample.iter().skip(1).any(|token| LossWeight::of(*token).is_trained());
-    let is_pair = matches!(content, Content::Pair(_));
+    let (is_pair, is_rollout) = (matches!(content, Content::Pair(_)), matches!(content, Content::Rollout(_)));
     let mut found = samples(content, tokenizer)?;
+    if is_rollout {
+        return Ok(found);
+    }
     // A pair of which one answer is empty has nothing to compare.
     let is_whole = found.samples.iter().all(is_trained);
     found.samples.retain(|sample| if is_pair { is_whole } else { is_trained(sample) });
@@ -48,6 +53,13 @@ fn pair(PairTexts { prompt, whole: texts, is_plain }: &PairTexts, tokenizer: &Lo
     Ok(RecordSamples { samples: answers.into(), remarks })
 }
 
+/// The tokens of a prompt and its completion, and behind them the numbers of the completion's tokens.
+fn rollout(Rollout { prompt, completion, numbers }: Rollout) -> RecordSamples {
+    let tokens = prompt.into_iter().map(|id| LossWeight::NONE.word(id)).chain(completion).collect();
+    let numbers = numbers.into_iter().flatten().flat_map(number_words::words_of).collect();
+    RecordSamples { samples: vec![tokens, numbers], ..RecordSamples::default() }
+}
+
 /// The tokens of a record's samples. The first token of a sample is nobody's target, whether it is trained or not.
 fn samples(content: Content, tokenizer: &LocalTokenizer) -> Result<RecordSamples> {
     let document = |sample: Vec<u32>| RecordSamples { samples: vec![sample], ..RecordSamples::default() };
@@ -61,6 +73,7 @@ fn samples(content: Content, tokenizer: &LocalTokenizer) -> Result<RecordSamples
         Content::Text(text) => Ok(document(whole(&tokenizer.encode(&text)?, tokenizer))),
         Content::Ids(ids) => Ok(document(ids.into_iter().map(|(id, weight)| weight.word(id)).collect())),
         Content::Pair(texts) => pair(&texts, tokenizer),
+        Content::Rollout(found) => Ok(rollout(found)),
     }
 }
 
@@ -109,6 +122,11 @@ pub(in crate::data) fn shown(content: Content, tokenizer: &LocalTokenizer) -> Re
         Content::Pair(PairTexts { prompt, whole, is_plain }) => {
             let sample = |text: String| ChatSample::trained_from(common_prefix(&prompt, &text), text);
             whole.into_iter().map(sample).map(|sample| if is_plain { around(&sample) } else { text_pieces(&sample, tokenizer) }).collect()
+        }
+        Content::Rollout(Rollout { prompt, completion, .. }) => {
+            let of = |ids: Vec<u32>, weight| ids.into_iter().map(move |id| named(id, weight));
+            let tokens = prompt.len() + completion.len();
+            Ok(vec![(tokens, of(prompt, LossWeight::NONE).chain(of(completion, LossWeight::WHOLE)).collect())])
         }
         Content::Ids(ids) => Ok(vec![(ids.len(), ids.into_iter().map(|(id, weight)| named(id, weight)).collect())]),
     }

@@ -2,7 +2,8 @@
 
 use crate::data::loss_weight::{LossWeight, id_of, sum_of_units};
 use crate::error::Result;
-use crate::pair_loss::{PAIR_TOKENS_MIN, PAIR_WORDS, words_of};
+use crate::objective::Objective;
+use crate::pair_loss::{PAIR_WORDS, words_of};
 use std::iter::Sum;
 use std::ops::{Add, Range};
 
@@ -20,9 +21,33 @@ pub struct Batch<'a> {
     /// Where in its row each token's document begins `[T]`: a token sees nothing before that. `None` where the plan does not separate
     /// documents.
     pub documents: Option<&'a mut [i32]>,
-    /// Pairs of answers, int32 `[rows, seq_length / 4, 8]`: see [`PAIR_WORDS`]. Unused places are zero. `None` where the loss is that of
-    /// tokens.
-    pub pairs: Option<&'a mut [i32]>,
+    /// The list of the loss; `None` where the loss is that of tokens.
+    pub list: Option<BatchList<'a>>,
+}
+
+/// Numbers that a loss reads beside the tokens.
+pub struct BatchList<'a> {
+    /// The numbers of all rows. Unused places are zero.
+    pub(crate) words: &'a mut [i32],
+    kind: ListKind,
+}
+
+/// Contents of a list, and what counts in the mean of the loss.
+#[derive(Clone, Copy)]
+enum ListKind {
+    /// Pairs of answers, int32 `[rows, seq_length / 4, 8]`: see [`PAIR_WORDS`]. Each pair counts 1.
+    Pairs,
+    /// Numbers of the tokens of completions, int32 `[T, 4]`: see [`crate::policy_loss::TOKEN_WORDS`]. Each token counts 1.
+    Tokens,
+    /// The numbers of [`ListKind::Tokens`]. Each completion counts 1.
+    Completions,
+}
+
+/// A row's part of the list of the loss.
+pub(crate) enum RowList<'a> {
+    Pairs(RowPairs<'a>),
+    /// int32 `[seq_length, 4]`
+    Rollouts(&'a mut [i32]),
 }
 
 /// The places of pairs of a row.
@@ -51,7 +76,7 @@ pub(crate) struct BatchRow<'a> {
     pub(crate) targets: &'a mut [i32],
     pub(crate) positions: &'a mut [i32],
     pub(crate) documents: Option<&'a mut [i32]>,
-    pub(crate) pairs: Option<RowPairs<'a>>,
+    pub(crate) list: Option<RowList<'a>>,
 }
 
 /// The targets of some micro-batches that count.
@@ -59,8 +84,8 @@ pub(crate) struct BatchRow<'a> {
 pub(crate) struct CountedTargets {
     /// How many there are.
     pub(crate) targets: usize,
-    /// The sum of their weights, in units of 1/4096: a whole number, so that it is the same in any order. Where the loss is one of pairs,
-    /// each pair has the weight 1, and targets have none.
+    /// The sum of their weights, in units of 1/4096: a whole number, so that it is the same in any order. Where the loss is a mean over
+    /// pairs or completions, each of them has the weight 1, and targets have none.
     pub(crate) units: u64,
 }
 
@@ -68,6 +93,18 @@ impl CountedTargets {
     /// The sum of their weights, which is the number of targets where all weights are 1.
     pub(crate) fn weight(self) -> f64 {
         sum_of_units(self.units)
+    }
+}
+
+impl BatchList<'_> {
+    /// The parts of `rows` rows of `length` tokens.
+    fn of_rows(&mut self, rows: usize, length: usize) -> impl Iterator<Item = RowList<'_>> {
+        let kind = self.kind;
+        let words = self.words.chunks_exact_mut(self.words.len() / rows);
+        words.enumerate().map(move |(row, words)| match kind {
+            ListKind::Pairs => RowList::Pairs(RowPairs { first: row * length, free: words }),
+            ListKind::Tokens | ListKind::Completions => RowList::Rollouts(words),
+        })
     }
 }
 
@@ -90,11 +127,6 @@ pub(crate) const fn arrays(separates_documents: bool) -> usize {
     if separates_documents { 4 } else { 3 }
 }
 
-/// Words of the pairs of `rows` rows of `seq_length` tokens.
-pub(crate) const fn pair_words((rows, seq_length): (usize, usize)) -> usize {
-    rows * (seq_length / PAIR_TOKENS_MIN) * PAIR_WORDS
-}
-
 /// Size in words of one rank's slices of a batch of `rows` rows and `seq_length` columns, as [`parts`] cuts it: the rank's columns of each
 /// array, and the whole array of document starts, if the batch separates documents.
 pub(crate) const fn part_words((rows, seq_length): (usize, usize), ranks: usize, separates_documents: bool) -> usize {
@@ -115,7 +147,7 @@ pub(crate) fn targets(memory: &[i32], tokens: usize) -> &[i32] {
     &memory[tokens..2 * tokens]
 }
 
-/// Where documents begin, in a rank's part of a batch of `tokens` tokens that separates them and has no pairs.
+/// Where documents begin, in a rank's part of a batch of `tokens` tokens that separates them and has no list.
 pub(crate) fn documents(memory: &[i32], tokens: usize) -> &[i32] {
     &memory[memory.len() - tokens..]
 }
@@ -141,33 +173,40 @@ impl<'a> Batch<'a> {
             (0..).zip(row).for_each(|(column, position)| *position = column);
         }
         documents.fill(0);
-        Self { seq_length, tokens, targets, positions, documents: separates_documents.then_some(documents), pairs: None }
+        Self { seq_length, tokens, targets, positions, documents: separates_documents.then_some(documents), list: None }
     }
 
-    /// A batch of pairs in `memory`, int32 `[4, T]` and the places of pairs, which are cleared.
+    /// A batch for `objective` in `memory`, int32 `[4, T]` and the list of the loss, which is cleared.
     ///
     /// # Panics
-    /// If `memory` does not hold arrays and places of whole rows.
-    pub fn of_pairs(memory: &'a mut [i32], seq_length: usize) -> Self {
-        let of_row = arrays(true) * seq_length + pair_words((1, seq_length));
-        let (arrays_of_rows, pairs) = memory.split_at_mut(memory.len() / of_row * arrays(true) * seq_length);
-        assert_eq!(pairs.len(), pair_words((arrays_of_rows.len() / arrays(true) / seq_length, seq_length)), "a batch of whole rows");
-        pairs.fill(0);
-        Self { pairs: Some(pairs), ..Self::new(arrays_of_rows, seq_length, true) }
+    /// If `memory` does not hold arrays and lists of whole rows.
+    pub fn of_objective(memory: &'a mut [i32], seq_length: usize, objective: &Objective) -> Self {
+        let of_row = arrays(true) * seq_length + objective.list_words((1, seq_length));
+        let rows = memory.len() / of_row;
+        let (arrays_of_rows, words) = memory.split_at_mut(rows * arrays(true) * seq_length);
+        assert_eq!(words.len(), objective.list_words((rows, seq_length)), "a batch of whole rows");
+        words.fill(0);
+        let kind = match objective {
+            Objective::Pairs(_) => ListKind::Pairs,
+            Objective::Policy(loss) if loss.kind.counts_completions() => ListKind::Completions,
+            Objective::Policy(_) => ListKind::Tokens,
+        };
+        Self { list: Some(BatchList { words, kind }), ..Self::new(arrays_of_rows, seq_length, true) }
     }
 
     /// Its rows, one after another.
     pub(crate) fn rows(&mut self) -> impl Iterator<Item = BatchRow<'_>> {
         let length = self.seq_length;
         let mut documents = self.documents.iter_mut().flat_map(move |documents| documents.chunks_exact_mut(length));
-        let mut pairs = self.pairs.iter_mut().flat_map(move |pairs| pairs.chunks_exact_mut(pair_words((1, length)))).zip(0..);
+        let rows = self.tokens.len() / length;
+        let mut lists = self.list.iter_mut().flat_map(move |list| list.of_rows(rows, length));
         let places = self.targets.chunks_exact_mut(length).zip(self.positions.chunks_exact_mut(length));
         self.tokens.chunks_exact_mut(length).zip(places).map(move |(tokens, (targets, positions))| BatchRow {
             tokens,
             targets,
             positions,
             documents: documents.next(),
-            pairs: pairs.next().map(|(free, row)| RowPairs { first: row * length, free }),
+            list: lists.next(),
         })
     }
 
@@ -183,10 +222,18 @@ impl<'a> Batch<'a> {
         self.documents.iter().try_for_each(|documents| self.check_documents(documents))?;
         let counted = self.targets.iter().filter(|target| **target >= 0);
         let counted = counted.map(|word| CountedTargets { targets: 1, units: LossWeight::of(*word as u32).units().into() }).sum();
-        match &self.pairs {
-            None => Ok(counted),
-            Some(pairs) => Ok(CountedTargets { units: u64::from(LossWeight::WHOLE.units()) * self.count_pairs(pairs)?, ..counted }),
+        let whole = |count: u64| CountedTargets { units: u64::from(LossWeight::WHOLE.units()) * count, ..counted };
+        match &self.list {
+            Some(BatchList { kind: ListKind::Pairs, words }) => self.count_pairs(words).map(whole),
+            Some(BatchList { kind: ListKind::Completions, .. }) => Ok(whole(self.count_completions())),
+            Some(BatchList { kind: ListKind::Tokens, .. }) | None => Ok(counted),
         }
+    }
+
+    /// The number of completions. No target follows the last token of a document, so each is one run of targets that count.
+    fn count_completions(&self) -> u64 {
+        let begins = |row: &[i32]| (0..row.len()).filter(|&at| row[at] >= 0 && (at == 0 || row[at - 1] < 0)).count();
+        self.targets.chunks_exact(self.seq_length).map(begins).sum::<usize>() as u64
     }
 
     /// The number of pairs, once their rows are within the batch.
@@ -255,6 +302,22 @@ pub trait Batches {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::objective::tests::{DPO, policy};
+    use crate::policy_loss::{PolicyLossKind, TOKEN_WORDS};
+
+    #[test]
+    fn completions_or_their_tokens_count_and_rows_have_numbers_of_their_tokens() {
+        for (kind, count) in [(PolicyLossKind::Dapo, 7), (PolicyLossKind::Grpo, 5), (PolicyLossKind::DrGrpo, 5)] {
+            let mut memory = vec![7; 8 * 16];
+            let mut batch = Batch::of_objective(&mut memory, 8, &policy(kind));
+            batch.tokens.fill(1);
+            batch.targets.copy_from_slice(&[-1, 3, 3, -1, -1, 3, -1, 3, 3, 3, -1, -1, -1, -1, 3, -1]);
+            let row = batch.rows().nth(1).unwrap();
+            let Some(RowList::Rollouts(words)) = row.list else { panic!("a row of completions") };
+            assert_eq!(words, [0; 8 * TOKEN_WORDS]);
+            assert_eq!(batch.count_targets(8), Ok(CountedTargets { targets: 7, units: 4096 * count }), "{kind:?}");
+        }
+    }
 
     #[test]
     fn rows_are_one_document_each_by_default() {
@@ -310,24 +373,27 @@ mod tests {
 
     #[test]
     fn pairs_are_counted_and_their_rows_are_those_of_the_batch() {
-        let mut memory = vec![7; 4 * 16 + pair_words((2, 8))];
-        let mut batch = Batch::of_pairs(&mut memory, 8);
+        let mut memory = vec![7; 4 * 16 + DPO.list_words((2, 8))];
+        let mut batch = Batch::of_objective(&mut memory, 8, &DPO);
         batch.targets.fill(1);
         let mut rows = batch.rows();
         let (first, second) = (rows.next().unwrap(), rows.next().unwrap());
         assert!(rows.next().is_none());
         drop(rows);
-        let mut places = [first, second].map(|row| row.pairs.unwrap());
+        let mut places = [first, second].map(|row| match row.list {
+            Some(RowList::Pairs(pairs)) => pairs,
+            _ => panic!("a row of pairs"),
+        });
         places[0].add([0, 2, 4], [-1.5, 2.5]);
         places[1].add([0, 2, 5], [0.0; 2]);
         places[1].add([5, 6, 8], [0.0; 2]);
-        let pairs: Vec<i32> = batch.pairs.as_deref().unwrap().to_vec();
+        let pairs: Vec<i32> = batch.list.as_ref().unwrap().words.to_vec();
         assert_eq!(pairs.chunks(8).map(|pair| pair[..3].to_vec()).collect::<Vec<_>>(), [[0, 2, 4], [0, 0, 0], [8, 10, 13], [13, 14, 16]]);
         assert_eq!([4, 6].map(|at| crate::pair_loss::float_of([pairs[at], pairs[at + 1]])), [-1.5, 2.5]);
         batch.tokens.fill(0);
         assert_eq!(batch.count_targets(8), Ok(CountedTargets { targets: 16, units: 3 * 4096 }));
         for wrong in [[0, 0, 4], [-1, 2, 4], [2, 5, 4], [14, 15, 17]] {
-            batch.pairs.as_deref_mut().unwrap()[..3].copy_from_slice(&wrong);
+            batch.list.as_mut().unwrap().words[..3].copy_from_slice(&wrong);
             assert!(batch.count_targets(8).unwrap_err().starts_with("a pair of the rows "), "{wrong:?}");
         }
     }

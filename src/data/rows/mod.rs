@@ -6,5 +6,6 @@ pub(super) mod bounds;
 pub(super) mod duplicate_text;
 pub(crate) mod hold_out;
 pub(super) mod lengths;
+pub(super) mod rollout_numbers;
 pub(crate) mod row_table;
 pub(crate) mod token_stream;

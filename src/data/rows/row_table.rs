@@ -3,15 +3,17 @@
 //! A document of text is its tokens, and the end-of-text token is the target of its last one, which is so never read. A record is as it
 //! stands; nothing follows its last token. Documents without a trained target are left out: they would change nothing.
 
-use super::batch::{BatchRow, RowPairs};
+use super::batch::{BatchRow, RowList, RowPairs};
 use super::best_fit::best_fit_decreasing;
 use super::bounds::{Bounds, DocumentBounds};
 use super::hold_out::Side;
+use super::rollout_numbers;
 use super::token_stream::TokenStream;
 use crate::data::checksum::hex;
 use crate::data::context::Preparation;
 use crate::data::loss_weight::id_of;
 use crate::error::{Error, Result};
+use crate::policy_loss::TOKEN_WORDS;
 use crate::units::counted;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -64,6 +66,24 @@ pub struct RowRules {
     pub overlong: Overlong,
     /// Largest number of tokens of an answer of a pair with its prompt, at most half a row; `None` if the data has no pairs.
     pub pair_length: Option<usize>,
+    /// Rules of sampled completions; `None` if the data has none.
+    pub rollouts: Option<RolloutRules>,
+}
+
+/// Rules of sampled completions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RolloutRules {
+    /// Whether each token needs a log-probability of the reference.
+    pub needs_reference: bool,
+}
+
+/// Numbers beside the tokens of documents, in the same stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(in crate::data) struct NumbersBeside {
+    /// Documents of the stream that are numbers.
+    pub(in crate::data) documents: u64,
+    /// Their words.
+    pub(in crate::data) words: u64,
 }
 
 /// A document, or a part of one, in a row.
@@ -91,6 +111,10 @@ pub(in crate::data) struct RowTable {
     unit: usize,
     /// The reference sums of each pair, in the order of `parts`; empty until they are known.
     references: Vec<[f64; 2]>,
+    /// Numbers beside the tokens of all documents, also of those that are left out.
+    beside: NumbersBeside,
+    /// Whether numbers stand behind each document.
+    has_numbers: bool,
 }
 
 /// Numbers of documents by their treatment.
@@ -106,7 +130,7 @@ struct PackingCounts {
 impl PackingCounts {
     /// Whether more than one in a hundred documents lacks something.
     fn loses_much(self) -> bool {
-        100 * (self.truncated + self.untrained) > self.documents + self.untrained
+        100 * (self.truncated + self.untrained + self.dropped) > self.documents + self.untrained + self.dropped
     }
 }
 
@@ -131,7 +155,7 @@ impl Packing {
 impl RowRules {
     /// One stream, cut into rows of `seq_length` tokens.
     pub fn wrapped(seq_length: usize) -> Self {
-        Self { seq_length, packing: Packing::Wrapped, overlong: Overlong::Auto, pair_length: None }
+        Self { seq_length, packing: Packing::Wrapped, overlong: Overlong::Auto, pair_length: None, rollouts: None }
     }
 
     /// The flag that limits the length of documents.
@@ -164,22 +188,16 @@ struct Packer<'a> {
     tokens: Vec<i32>,
     parts: Vec<DocumentPart>,
     counts: PackingCounts,
-    /// The chosen answer of a pair whose rejected answer comes next.
-    chosen: Option<Range<u64>>,
+    /// The chosen answer of a pair whose rejected answer comes next, or the tokens of a completion whose numbers come next.
+    first: Option<Range<u64>>,
+    beside: NumbersBeside,
 }
 
 impl Packer<'_> {
     /// An answer of a pair of `limit` tokens at most; the chosen answer comes first. A pair with an answer that is cut before its first
     /// trained token is left out.
-    fn add_answer(&mut self, DocumentBounds { tokens, continues, .. }: DocumentBounds, limit: u64) -> Result<()> {
-        let (chosen, rejected) = match (continues, self.chosen.take()) {
-            (false, None) => {
-                self.chosen = Some(tokens);
-                return Ok(());
-            }
-            (true, Some(chosen)) => (chosen, tokens),
-            _ => return Err(Error::format("the data", "a record does not have a chosen and a rejected answer")),
-        };
+    fn add_answer(&mut self, document: DocumentBounds, limit: u64) -> Result<()> {
+        let Some([chosen, rejected]) = self.both(document, "a record does not have a chosen and a rejected answer")? else { return Ok(()) };
         let answers = [chosen, rejected].map(|answer| (answer.start, answer.end - answer.start));
         let before = self.parts.len();
         for (start, length) in answers {
@@ -191,6 +209,47 @@ impl Packer<'_> {
         self.counts.documents += u64::from(is_in);
         self.counts.untrained += u64::from(!is_in);
         if self.parts.len() as u64 <= PARTS_MAX { Ok(()) } else { Err(too_many(self.rules.packing)) }
+    }
+
+    /// A prompt with its completion, or the numbers of the completion. A completion that is longer than a row is left out.
+    fn add_rollout(&mut self, document: DocumentBounds, rules: RolloutRules) -> Result<()> {
+        let wrong = "a record does not have a completion with its numbers";
+        let Some([tokens, numbers]) = self.both(document, wrong)? else { return Ok(()) };
+        let length = tokens.end - tokens.start;
+        self.beside.documents += 1;
+        self.beside.words += numbers.end - numbers.start;
+        if length > self.rules.seq_length as u64 {
+            self.counts.dropped += 1;
+            return Ok(());
+        }
+        self.counts.documents += 1;
+        self.parts.push(DocumentPart { start: tokens.start, tokens: length as u32, next: NO_TARGET });
+        if self.parts.len() as u64 > PARTS_MAX {
+            return Err(too_many(self.rules.packing));
+        }
+        let targets = &mut self.tokens[1..length as usize];
+        self.stream.read(tokens.start as usize + 1, targets)?;
+        let trained = targets.iter().filter(|target| **target >= 0).count() as u64;
+        if tokens.end != numbers.start || trained == 0 || rollout_numbers::words(trained) != numbers.end - numbers.start {
+            return Err(Error::format("the data", wrong));
+        }
+        if rules.needs_reference && !rollout_numbers::have_reference(self.stream, numbers)? {
+            let number = self.beside.documents;
+            return Err(Error::format("the data", format_args!("completion {number} has no `ref_logps`; add them, or leave out --beta")));
+        }
+        Ok(())
+    }
+
+    /// Both documents of a record, once the second one is known.
+    fn both(&mut self, document: DocumentBounds, wrong: &str) -> Result<Option<[Range<u64>; 2]>> {
+        match (document.continues, self.first.take()) {
+            (false, None) => {
+                self.first = Some(document.tokens);
+                Ok(None)
+            }
+            (true, Some(first)) => Ok(Some([first, document.tokens])),
+            _ => Err(Error::format("the data", wrong)),
+        }
     }
 
     fn add(&mut self, DocumentBounds { tokens, is_record, .. }: DocumentBounds) -> Result<()> {
@@ -282,24 +341,27 @@ impl RowTable {
             tokens: vec![0; seq_length],
             parts: Vec::new(),
             counts: PackingCounts::default(),
-            chosen: None,
+            first: None,
+            beside: NumbersBeside::default(),
         };
         let mut number = 0;
         bounds.for_each(preparation, |document| {
             let is_in = side.has(number);
             number += 1;
-            match rules.pair_length {
+            match (rules.pair_length, rules.rollouts) {
                 _ if !is_in => Ok(()),
-                Some(limit) => packer.add_answer(document, limit as u64),
-                None => packer.add(document),
+                (Some(limit), _) => packer.add_answer(document, limit as u64),
+                (None, Some(rules)) => packer.add_rollout(document, rules),
+                (None, None) => packer.add(document),
             }
         })?;
-        let Packer { parts, counts, .. } = packer;
+        let Packer { parts, counts, beside, .. } = packer;
         let unit = if rules.pair_length.is_some() { 2 } else { 1 };
         let mut table = Self::of((parts, unit), packing, seq_length as u32, end_of_text.map_or(0, |id| id as i32));
         if table.ends.is_empty() {
             return Ok(None);
         }
+        (table.beside, table.has_numbers) = (beside, rules.rollouts.is_some());
         table.became = table.describe(rules, counts);
         match rules.overlong == Overlong::Auto && counts.loses_much() {
             true => preparation.warn(format!("{}; a larger {} keeps more of them", table.became, rules.length_flag())),
@@ -310,9 +372,9 @@ impl RowTable {
 
     /// The table of `parts`, of which `unit` consecutive ones share a row.
     fn of((parts, unit): (Vec<DocumentPart>, usize), packing: Packing, seq_length: u32, padding: i32) -> Self {
-        let (became, references) = (String::new(), Vec::new());
+        let (became, references, beside, has_numbers) = (String::new(), Vec::new(), NumbersBeside::default(), false);
         if packing != Packing::Bfd {
-            return Self { ends: (1..=parts.len() as u32).collect(), parts, padding, became, unit, references };
+            return Self { ends: (1..=parts.len() as u32).collect(), parts, padding, became, unit, references, beside, has_numbers };
         }
         let units = || parts.chunks_exact(unit);
         let lengths: Vec<u32> = units().map(|parts| parts.iter().map(|part| part.tokens).sum()).collect();
@@ -324,7 +386,7 @@ impl RowTable {
             ends[rows[*idx as usize] as usize] = end * unit as u32;
         }
         let parts = order.into_iter().flat_map(|idx| &parts[idx as usize * unit..][..unit]).copied().collect();
-        Self { parts, ends, padding, became, unit, references }
+        Self { parts, ends, padding, became, unit, references, beside, has_numbers }
     }
 
     /// Indices of the pairs in row `row`; none if the data has no pairs.
@@ -353,6 +415,11 @@ impl RowTable {
         Ok(hex(hash.finalize()))
     }
 
+    /// Numbers beside the tokens of all documents of the side that the table was made of.
+    pub(in crate::data) fn beside(&self) -> NumbersBeside {
+        self.beside
+    }
+
     pub(in crate::data) fn became(&self) -> &str {
         &self.became
     }
@@ -378,7 +445,7 @@ impl RowTable {
     /// # Panics
     /// If there is no such row, or it is shorter than this table's.
     pub(in crate::data) fn read(&self, stream: &TokenStream, row: usize, out: BatchRow<'_>) -> Result<()> {
-        let BatchRow { tokens, targets, positions, mut documents, pairs } = out;
+        let BatchRow { tokens, targets, positions, mut documents, mut list } = out;
         let first = row.checked_sub(1).map_or(0, |before| self.ends[before]);
         let mut column = 0;
         let mut begin = |column: usize, end: usize| {
@@ -394,11 +461,15 @@ impl RowTable {
             stream.read(part.start as usize, &mut tokens[column..end])?;
             targets[column..end - 1].copy_from_slice(&tokens[column + 1..end]);
             targets[end - 1] = part.next;
+            if let Some(RowList::Rollouts(words)) = &mut list {
+                let words = &mut words[TOKEN_WORDS * column..TOKEN_WORDS * end];
+                rollout_numbers::read(stream, part.start as usize + part.tokens as usize, &targets[column..end], words)?;
+            }
             begin(column, end);
             column = end;
         }
         begin(column, tokens.len());
-        if let Some(pairs) = pairs {
+        if let Some(RowList::Pairs(pairs)) = list {
             self.add_pairs(row, pairs);
         }
         for token in &mut tokens[..column] {
@@ -429,7 +500,11 @@ impl RowTable {
         let tokens: u64 = self.parts.iter().map(|part| u64::from(part.tokens)).sum();
         let (rows, all) = (self.rows(), (self.rows() * seq_length) as f64);
         let padding = 100.0 * (1.0 - tokens as f64 / all);
-        let (whole, noun) = if pair_length.is_some() { ("--pair-length", "pair") } else { ("a row", "document") };
+        let (whole, noun) = match (pair_length, self.has_numbers) {
+            (Some(_), _) => ("--pair-length", "pair"),
+            (None, true) => ("a row", "completion"),
+            (None, false) => ("a row", "document"),
+        };
         let untrained_noun = match pair_length {
             Some(_) => "whose prompt fills --pair-length and left out",
             None => "without a trained token in it and left out",
@@ -454,6 +529,7 @@ mod tests {
     use crate::data::loader::{DataPosition, Loader};
     use crate::data::rows::batch::{Batch, Batches, arrays};
     use crate::data::tokenizer::AddBos;
+    use crate::objective::tests::DPO;
     use crate::progress_event::ProgressEvent;
     use crate::signals::StopFlag;
     use proptest::prelude::*;
@@ -559,14 +635,14 @@ mod tests {
         assert_eq!(messages, [format!("packing bfd: 3 pairs in 3 rows, 30.6 % padding{odd}; a larger --pair-length keeps more of them")]);
         assert_eq!((dataset.pairs(), dataset.pairs_of(1)), (3, 1..2));
         dataset.set_references(vec![[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]);
-        let mut memory = vec![7; 4 * 36 + crate::data::rows::batch::pair_words((3, 12))];
-        let mut batch = Batch::of_pairs(&mut memory, 12);
+        let mut memory = vec![7; 4 * 36 + DPO.list_words((3, 12))];
+        let mut batch = Batch::of_objective(&mut memory, 12, &DPO);
         Loader::new(dataset, 3, 0, false, DataPosition::default()).unwrap().fill(&mut batch).unwrap();
         let bytes = |text: &str| text.bytes().map(i32::from).collect::<Vec<_>>();
         assert_eq!(batch.tokens[..9], [bytes("abc"), vec![END], bytes("abde"), vec![END]].concat());
         assert_eq!(batch.targets[..9], [-1, 99, END, -1, -1, 100, 101, END, -1]);
         assert_eq!(batch.tokens[12..21], [bytes("fghijkfl"), vec![END]].concat());
-        let pairs = batch.pairs.as_deref().unwrap().chunks(8).filter(|pair| pair[2] > 0).map(|pair| pair[..3].to_vec());
+        let pairs = batch.list.as_ref().unwrap().words.chunks(8).filter(|pair| pair[2] > 0).map(|pair| pair[..3].to_vec());
         assert_eq!(pairs.collect::<Vec<_>>(), [[0, 4, 9], [12, 18, 21], [24, 27, 31]]);
         assert_eq!(batch.count_targets(VOCAB).unwrap().units, 3 * 4096);
     }

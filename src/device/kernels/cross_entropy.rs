@@ -3,6 +3,7 @@
 use crate::device::kernel::{Kernel, Operand, operands};
 use crate::device::slice::DeviceSlice;
 use crate::pair_loss::{PAIR_WORDS, PairLoss, REPORT_WORDS, SUM_WORDS};
+use crate::policy_loss::{PolicyLoss, TOKEN_WORDS};
 
 /// Softmax statistics of one tile of logits. A row with a negative target has no loss: its statistics are 0, 1 and 0, whatever the logits
 /// are. The word of any other target holds its token and its weight: [`crate::data::loss_weight`].
@@ -155,6 +156,45 @@ impl Kernel for PairLosses {
         operands![self;
             Read pairs[PAIR_WORDS * pairs] Int32, Read targets[t] Int32, Read stats[3 * t] Float32, Write scales[t] Float32,
             Write sums[SUM_WORDS * pairs] Int32, Update totals[2 * REPORT_WORDS] Int32, Write report[REPORT_WORDS] Float32
+        ]
+    }
+}
+
+/// Losses of the tokens of sampled completions, from the statistics of their rows: the loss of a step, and for each row with a target the scale
+/// of its gradient, `-d loss of the step / d log-probability`.
+#[derive(Clone, Copy, Debug)]
+pub struct PolicyLosses {
+    /// Numbers of the tokens, int32 `[rows, 4]`: see [`TOKEN_WORDS`].
+    pub tokens: DeviceSlice,
+    /// int32 `[rows]`. Rows with a negative target belong to no completion.
+    pub targets: DeviceSlice,
+    /// fp32 `[rows, 3]`
+    pub stats: DeviceSlice,
+    /// Scales of rows, fp32 `[rows]`; those of rows with a negative target are zero.
+    pub scales: DeviceSlice,
+    /// Sums of the reported numbers over the rows, in fp64, int32 `[6, 2]`: loss, ratio, clipped from below and from above, divergence, and
+    /// the number of rows.
+    pub totals: DeviceSlice,
+    /// These sums so far, divided by `count`, fp32 `[6]`.
+    pub report: DeviceSlice,
+    /// The loss.
+    pub loss: PolicyLoss,
+    /// Tokens or completions of the whole step.
+    pub count: f64,
+    /// Factor on the scales, not on the loss.
+    pub scale: f32,
+    /// Adds to `totals`.
+    pub accumulate: bool,
+}
+
+impl Kernel for PolicyLosses {
+    const NAME: &'static str = "policy_losses";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let t = self.targets.elems();
+        operands![self;
+            Read tokens[TOKEN_WORDS * t] Int32, Read targets[t] Int32, Read stats[3 * t] Float32, Write scales[t] Float32,
+            Update totals[2 * REPORT_WORDS] Int32, Write report[REPORT_WORDS] Float32
         ]
     }
 }

@@ -54,7 +54,7 @@ macro_rules! launches {
             use $crate::device::*;
             $crate::device::kernels::launches! {
                 @each $device, $accept: $($own),+,
-                CrossEntropyStats, CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, PairLosses,
+                CrossEntropyStats, CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, PairLosses, PolicyLosses,
                 DeltaRule, DeltaRuleBackward,
                 Embed, EmbedBackward,
                 ClampedSwiglu, ExpertBias, ExpertBackward, ExpertBiasDot,
@@ -108,7 +108,7 @@ sum! {
     /// Every kernel of a training step.
     Kernels =
         attention::{AttentionForward, AttentionBackward},
-        cross_entropy::{CrossEntropyStats, CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, PairLosses},
+        cross_entropy::{CrossEntropyStats, CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, PairLosses, PolicyLosses},
         delta::{DeltaRule, DeltaRuleBackward},
         embed::{Embed, EmbedBackward, ScatterRows},
         experts::{ClampedSwiglu, ExpertBias, ExpertBackward, ExpertBiasDot},

@@ -171,7 +171,7 @@ mod tests {
             counts: Counts::default(),
             exposed,
             counters,
-            pairs: None,
+            objective: None,
             exposed_to_peers_ns: [0; RANKS_MAX],
             expert_load: None,
         }

@@ -74,15 +74,16 @@ impl StepSink for EventFile {
 
     fn step(&mut self, metrics: &StepMetrics) -> Result<()> {
         let mut scalars = scalars(metrics).to_vec();
-        scalars.extend(metrics.pairs.iter().flat_map(|pairs| pairs.numbers().map(|(name, number)| (name, Some(number)))));
+        scalars.extend(metrics.objective.iter().flat_map(|line| line.numbers()).map(|(name, number)| (name, Some(number))));
         self.append(&event(since_1970(), metrics.step, &scalars))
     }
 
     fn evaluation(&mut self, line: &EvalLine) -> Result<()> {
         let metrics = &line.metrics;
+        let numbers = metrics.objective.iter().flat_map(|line| line.numbers());
+        let numbers: Vec<_> = numbers.map(|(name, number)| (format!("eval/{name}"), number)).collect();
         let mut scalars = vec![("eval/loss", Some(metrics.eval_loss)), ("eval/perplexity", Some(metrics.eval_perplexity))];
-        let pairs = metrics.pairs.iter().flat_map(|pairs| EVAL_PAIRS.into_iter().zip(pairs.numbers()));
-        scalars.extend(pairs.map(|(name, (_, number))| (name, Some(number))));
+        scalars.extend(numbers.iter().map(|(name, number)| (name.as_str(), Some(*number))));
         self.append(&event(since_1970(), metrics.step, &scalars))
     }
 }
@@ -119,16 +120,6 @@ fn event(now: Duration, step: u64, scalars: &[(&str, Option<f64>)]) -> Message {
     let summary = scalars.map(value).fold(Message::default(), |summary, value| summary.bytes(1, &value.0));
     Message::event(now).varint(2, step).bytes(5, &summary.0)
 }
-
-/// Names of the numbers of pairs of an evaluation.
-const EVAL_PAIRS: [&str; 6] = [
-    "eval/rewards/chosen",
-    "eval/rewards/rejected",
-    "eval/rewards/margins",
-    "eval/rewards/accuracies",
-    "eval/logps/chosen",
-    "eval/logps/rejected",
-];
 
 /// The scalars shown for a step.
 fn scalars(m: &StepMetrics) -> [(&'static str, Option<f64>); 16] {
@@ -208,7 +199,7 @@ mod tests {
 
     fn metrics(grad_norm: Option<f64>) -> StepMetrics {
         StepMetrics {
-            pairs: None,
+            objective: None,
             step: 300,
             epoch: 0.25,
             loss: 2.5,

@@ -228,7 +228,7 @@ mod tests {
     fn a_required_sink_ends_the_run_and_an_optional_one_is_dropped_with_a_warning() {
         let (writes, mut observer) = (Rc::new(Cell::new(0)), RecordingObserver::default());
         let sink = |kind| Box::new(Counting { kind, writes: writes.clone() }) as Box<dyn StepSink>;
-        let metrics = EvalMetrics { step: 1, eval_loss: 1.0, eval_perplexity: 1.0, pairs: None, eval_tokens: 1, eval_seconds: 1.0 };
+        let metrics = EvalMetrics { step: 1, eval_loss: 1.0, eval_perplexity: 1.0, objective: None, eval_tokens: 1, eval_seconds: 1.0 };
         let line = EvalLine { metrics, samples: vec![] };
         let mut sinks = StepSinks(vec![sink(&OPTIONAL), sink(&REQUIRED), sink(&OPTIONAL)]);
         for expected in [3, 4] {

@@ -26,6 +26,7 @@ pub(crate) mod optimizer;
 mod pair_losses;
 pub(crate) mod panels;
 pub(crate) mod pointwise;
+mod policy_losses;
 pub(crate) mod qk_norm;
 pub(crate) mod quantize;
 pub(crate) mod reduce;

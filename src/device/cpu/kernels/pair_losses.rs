@@ -15,13 +15,26 @@ struct AnswerRows<'a> {
     stats: &'a [[f32; 3]],
 }
 
+/// The log-probability of a target, from the softmax statistics of its row.
+pub(super) fn log_probability(&[max, sum, target]: &[f32; 3]) -> f64 {
+    f64::from(target) - f64::from(max) - libm::log(f64::from(sum))
+}
+
+/// Adds `report` to the totals so far, if there are any, and writes their means over `count`.
+pub(super) fn add_totals(totals: &mut [i32], means: &mut [f32], report: [f64; REPORT_WORDS], (count, accumulate): (f64, bool)) {
+    for ((words, total), mean) in totals.as_chunks_mut::<2>().0.iter_mut().zip(report).zip(means) {
+        let total = total + if accumulate { float_of(*words) } else { 0.0 };
+        (*words, *mean) = (words_of(total), (total / count) as f32);
+    }
+}
+
 impl AnswerRows<'_> {
     /// The sum of the log-probabilities of an answer's trained rows, in their order, and their number.
     fn sum(self, rows: Range<usize>, reference: f64) -> AnswerSum {
         let trained = rows.filter(|row| self.targets[*row] >= 0);
         let mut answer = AnswerSum { sum: 0.0, tokens: 0.0, reference };
-        for [max, sum, target] in trained.map(|row| self.stats[row]) {
-            answer.sum += f64::from(target) - f64::from(max) - libm::log(f64::from(sum));
+        for row in trained {
+            answer.sum += log_probability(&self.stats[row]);
             answer.tokens += 1.0;
         }
         answer
@@ -31,17 +44,14 @@ impl AnswerRows<'_> {
 impl CpuArithmetic for PairLosses {
     fn run<T: Element>(self, _: &mut Compute, memory: &TaskMemory<'_>) {
         let rows = AnswerRows { targets: memory.read(self.targets), stats: memory.read::<f32>(self.stats).as_chunks().0 };
-        let (scales, totals): (&mut [f32], &mut [i32]) = (memory.write(self.scales), memory.write(self.totals));
+        let scales: &mut [f32] = memory.write(self.scales);
         let pairs = memory.read::<i32>(self.pairs).as_chunks::<PAIR_WORDS>().0;
         let mut report = [0.0; REPORT_WORDS];
         for (pair, sums) in pairs.iter().zip(memory.write::<i32>(self.sums).as_chunks_mut::<SUM_WORDS>().0) {
             let numbers = self.pair(rows, pair, scales, sums);
             report.iter_mut().zip(numbers).for_each(|(total, number)| *total += number);
         }
-        for ((words, total), mean) in totals.as_chunks_mut::<2>().0.iter_mut().zip(report).zip(memory.write::<f32>(self.report)) {
-            let total = total + if self.accumulate { float_of(*words) } else { 0.0 };
-            (*words, *mean) = (words_of(total), (total / self.step_pairs) as f32);
-        }
+        add_totals(memory.write(self.totals), memory.write(self.report), report, (self.step_pairs, self.accumulate));
     }
 }
 

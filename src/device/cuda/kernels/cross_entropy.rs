@@ -2,9 +2,12 @@
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
-use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, CrossEntropyStats, DeviceSlice, Kernel, PairLosses, Stream};
+use crate::device::{
+    CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, CrossEntropyStats, DeviceSlice, Kernel, PairLosses, PolicyLosses, Stream,
+};
 use crate::error::Result;
 use crate::pair_loss::PairLoss;
+use crate::policy_loss::PolicyLoss;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
     file: ptx_file!("generated/cross_entropy.ptx"),
@@ -16,7 +19,7 @@ pub(super) const SOURCE: PtxSource = PtxSource {
         "cross_entropy_grad_capped",
         "cross_entropy_row_grad_capped",
     ],
-    plain: &["cross_entropy_loss", "pair_losses"],
+    plain: &["cross_entropy_loss", "pair_losses", "policy_losses"],
 };
 
 /// Threads of a block, as in `cross_entropy.cu`.
@@ -104,6 +107,33 @@ impl GpuKernel for PairLosses {
             label_smoothing,
             margin,
             step_pairs,
+            scale,
+            accumulate
+        ];
+        queue.launch(Stream::Compute, Self::NAME, None, LaunchConfig::new(1, THREADS), args)
+    }
+}
+
+impl GpuKernel for PolicyLosses {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { tokens, targets, stats, scales, totals, report, loss, count, scale, accumulate } = self;
+        let PolicyLoss { kind, epsilon, epsilon_high, beta, max_completion_length } = loss;
+        let (rows, most) = (size(targets.elems())?, max_completion_length as f64);
+        let (least_ratio, most_ratio) = (1.0 - epsilon, 1.0 + epsilon_high);
+        let args = args![
+            tokens,
+            targets,
+            stats,
+            scales,
+            totals,
+            report,
+            rows,
+            kind.number(),
+            least_ratio,
+            most_ratio,
+            beta,
+            most,
+            count,
             scale,
             accumulate
         ];

@@ -14,6 +14,7 @@ use crate::optim::adam::{AdamConsts, AdamHyper};
 use crate::optim::int8::{GROUP, MomentGroup};
 use crate::optim::norm::BLOCK;
 use crate::pair_loss::{PairLoss, PairLossKind};
+use crate::policy_loss::{PolicyLoss, PolicyLossKind};
 
 const LISTED: &str = include_str!("launches.txt");
 
@@ -154,6 +155,13 @@ fn pairs(list: &mut List, r: &mut TestMemory, rows: usize, cols: usize) -> Resul
         let logits = r.x(rows * cols);
         CrossEntropyRowGrad { logits, targets, stats, scales, vocab_start: 18, cols, softcap }.enqueue(list)
     })
+}
+
+/// Losses of completions.
+fn completions(list: &mut List, r: &mut TestMemory, rows: usize) -> Result<()> {
+    let loss = PolicyLoss { kind: PolicyLossKind::Grpo, epsilon: 0.25, epsilon_high: 0.5, beta: 0.125, max_completion_length: 512 };
+    let (tokens, targets, stats, scales, totals, report) = (r.i(4 * rows), r.i(rows), r.f(3 * rows), r.f(rows), r.i(12), r.f(6));
+    PolicyLosses { tokens, targets, stats, scales, totals, report, loss, count: 4.0, scale: 0.5, accumulate: true }.enqueue(list)
 }
 
 fn scatter(list: &mut List, r: &mut TestMemory, rows: usize, channels: usize) -> Result<()> {
@@ -422,6 +430,7 @@ fn listing() -> Result<String> {
     for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
         pairs(&mut list, &mut TestMemory { dtype, skew, given: 0 }, 600, 2560)?;
         let mut memory = TestMemory { dtype, skew, given: 0 };
+        completions(&mut list, &mut TestMemory { dtype, skew, given: 0 }, 600)?;
         [600 * 4096, 67 * 515, 1].into_iter().try_for_each(|elems| gates(&mut list, &mut memory, elems))?;
     }
     list.by_cublaslt = true;

@@ -1,0 +1,126 @@
+//! Checks of the settings of a loss of pairs or of sampled completions.
+
+use super::checks::check;
+use super::settings::Settings;
+use crate::data::chat::mask::TrainOn;
+use crate::data::chat::record::DataFormat;
+use crate::data::rows::row_table::{Overlong, Packing};
+use crate::describe;
+use crate::error::Result;
+use crate::objective::ObjectiveKind;
+use crate::pair_loss::PairLossKind;
+use crate::policy_loss::PolicyLossKind;
+use crate::request::check::require;
+
+impl ObjectiveKind {
+    /// The format of data that the loss reads.
+    pub(super) fn data_format(self) -> DataFormat {
+        match self {
+            Self::Pairs(_) => DataFormat::Preference,
+            Self::Policy(_) => DataFormat::Rollouts,
+        }
+    }
+}
+
+impl Settings {
+    /// The settings for the cross-entropy of tokens.
+    pub(crate) fn without_objective(self) -> Self {
+        let (loss, beta, label_smoothing, simpo_gamma, pair_length) = (None, None, None, None, None);
+        let (epsilon, epsilon_high, max_completion_length) = (None, None, None);
+        let data_format = if self.loss.is_some() { DataFormat::Auto } else { self.data_format };
+        Self {
+            loss,
+            beta,
+            label_smoothing,
+            simpo_gamma,
+            pair_length,
+            epsilon,
+            epsilon_high,
+            max_completion_length,
+            data_format,
+            ..self
+        }
+    }
+
+    /// Checks the settings of a loss of pairs or completions, or that there are none without it.
+    pub(super) fn check_objective(&self) -> Result<()> {
+        let Some(loss) = self.loss else { return self.check_no_objective() };
+        let name = describe::written(&describe::value(&loss));
+        let format = describe::written(&describe::value(&loss.data_format()));
+        let columns = match loss {
+            ObjectiveKind::Pairs(_) => "needs --data with the columns chosen and rejected",
+            ObjectiveKind::Policy(_) => "needs --data with the columns prompt_ids, completion_ids and advantage",
+        };
+        require(!self.data.is_empty(), "loss", &name, columns)?;
+        require(self.sequence_ranks == 1, "loss", &name, "must be left out with --sequence-ranks: answers are not cut between GPUs")?;
+        let is_read = self.data_format == loss.data_format();
+        let given = describe::written(&describe::value(&self.data_format));
+        require(is_read, "data-format", given, format!("must be {format} with --loss {name}"))?;
+        require(self.packing == Packing::Bfd, "packing", self.packing, "must be bfd with --loss: rows hold whole answers")?;
+        let whole = [TrainOn::Auto, TrainOn::Completion].contains(&self.train_on);
+        let train_on = describe::written(&describe::value(&self.train_on));
+        require(whole, "train-on", train_on, "must be completion with --loss: the loss is that of whole answers")?;
+        let overlong = describe::written(&describe::value(&self.overlong));
+        require(self.overlong == Overlong::Auto, "overlong", overlong, "must be auto with --loss")?;
+        match loss {
+            ObjectiveKind::Pairs(kind) => self.check_pairs(kind),
+            ObjectiveKind::Policy(kind) => self.check_completions(kind),
+        }
+    }
+
+    /// Checks that no setting of a loss of pairs or completions is given.
+    fn check_no_objective(&self) -> Result<()> {
+        let needs = "needs --loss";
+        for format in [DataFormat::Preference, DataFormat::Rollouts] {
+            require(self.data_format != format, "data-format", describe::written(&describe::value(&format)), needs)?;
+        }
+        require(self.beta.is_none(), "beta", self.beta.unwrap_or_default(), needs)?;
+        self.check_no_pairs(needs)?;
+        self.check_no_completions(needs)
+    }
+
+    /// Checks that no setting is given that only losses of pairs have.
+    fn check_no_pairs(&self, needs: &str) -> Result<()> {
+        require(self.pair_length.is_none(), "pair-length", self.pair_length.unwrap_or_default(), needs)?;
+        let numbers = [("label-smoothing", self.label_smoothing), ("simpo-gamma", self.simpo_gamma)];
+        numbers.into_iter().try_for_each(|(flag, value)| require(value.is_none(), flag, value.unwrap_or_default(), needs))
+    }
+
+    /// Checks that no setting is given that only losses of completions have.
+    fn check_no_completions(&self, needs: &str) -> Result<()> {
+        let most = self.max_completion_length;
+        require(most.is_none(), "max-completion-length", most.unwrap_or_default(), needs)?;
+        let numbers = [("epsilon", self.epsilon), ("epsilon-high", self.epsilon_high)];
+        numbers.into_iter().try_for_each(|(flag, value)| require(value.is_none(), flag, value.unwrap_or_default(), needs))
+    }
+
+    /// Checks the settings of a loss of pairs.
+    fn check_pairs(&self, kind: PairLossKind) -> Result<()> {
+        self.check_no_completions("needs --loss dapo, grpo or dr-grpo")?;
+        let (length, half) = (self.pair_length().unwrap_or_default(), self.seq_length / 2);
+        let rule = format!("must be from 2 to {half}, half of --seq-length, so that a pair fits a row");
+        require((2..=half).contains(&length), "pair-length", length, rule)?;
+        let beta = self.beta.unwrap_or(0.1);
+        check(beta.is_finite() && beta > 0.0, "beta", beta, "must be finite and above 0")?;
+        let (smoothing, gamma) = (self.label_smoothing.unwrap_or_default(), self.simpo_gamma.unwrap_or_default());
+        let is_robust = kind == PairLossKind::Robust;
+        check(is_robust || self.label_smoothing.is_none(), "label-smoothing", smoothing, "needs --loss robust")?;
+        check((0.0..0.5).contains(&smoothing), "label-smoothing", smoothing, "must be at least 0 and below 0.5")?;
+        let is_simpo = kind == PairLossKind::Simpo;
+        check(is_simpo || self.simpo_gamma.is_none(), "simpo-gamma", gamma, "needs --loss simpo")?;
+        check(gamma.is_finite() && gamma >= 0.0, "simpo-gamma", gamma, "must be finite and at least 0")
+    }
+
+    /// Checks the settings of a loss of completions.
+    fn check_completions(&self, kind: PolicyLossKind) -> Result<()> {
+        self.check_no_pairs("needs a loss of pairs, such as --loss dpo")?;
+        let beta = self.beta.unwrap_or_default();
+        check(beta.is_finite() && beta >= 0.0, "beta", beta, "must be finite and at least 0")?;
+        let (low, high) = (self.epsilon.unwrap_or_default(), self.epsilon_high.unwrap_or_default());
+        check((0.0..=1.0).contains(&low), "epsilon", low, "must be from 0 to 1")?;
+        check(high.is_finite() && high >= 0.0, "epsilon-high", high, "must be finite and at least 0")?;
+        let (most, is_divided) = (self.max_completion_length, kind == PolicyLossKind::DrGrpo);
+        require(is_divided || most.is_none(), "max-completion-length", most.unwrap_or_default(), "needs --loss dr-grpo")?;
+        require(most != Some(0), "max-completion-length", 0, "must be at least 1")
+    }
+}
