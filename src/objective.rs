@@ -52,6 +52,8 @@ impl ValueEnum for ObjectiveKind {
             Pairs(ApoDown),
             Pairs(SigmoidNorm),
             Pairs(Simpo),
+            Pairs(Cpo),
+            Pairs(Orpo),
             Policy(Dapo),
             Policy(Grpo),
             Policy(DrGrpo),
@@ -104,7 +106,8 @@ pub(crate) mod tests {
     use serde_json::json;
 
     /// A loss of pairs.
-    pub(crate) const DPO: Objective = Objective::Pairs(PairLoss { kind: PairLossKind::Dpo, beta: 0.1, label_smoothing: 0.0, margin: 0.5 });
+    pub(crate) const DPO: Objective =
+        Objective::Pairs(PairLoss { kind: PairLossKind::Dpo, beta: 0.1, label_smoothing: 0.0, margin: 0.5, alpha: 0.0 });
 
     /// A loss of sampled completions.
     pub(crate) fn policy(kind: PolicyLossKind) -> Objective {

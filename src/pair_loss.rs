@@ -44,6 +44,10 @@ pub enum PairLossKind {
     SigmoidNorm,
     /// The log-sigmoid of the difference of mean log-probabilities, less a margin, without a reference.
     Simpo,
+    /// The log-sigmoid of the difference of log-probabilities, and the cross-entropy of the chosen answer, without a reference.
+    Cpo,
+    /// The log-sigmoid of the log odds ratio, and the cross-entropy of the chosen answer with its prompt, without a reference.
+    Orpo,
 }
 
 impl PairLossKind {
@@ -54,7 +58,22 @@ impl PairLossKind {
 
     /// Whether the loss compares log-probabilities with those of a reference.
     pub(crate) fn has_reference(self) -> bool {
-        self != Self::Simpo
+        !self.has_cross_entropy()
+    }
+
+    /// Whether the cross-entropy of the chosen answer may be a part of the loss.
+    pub(crate) fn has_cross_entropy(self) -> bool {
+        matches!(self, Self::Simpo | Self::Cpo | Self::Orpo)
+    }
+
+    /// Whether the tokens of the chosen answer's prompt are trained.
+    pub(crate) fn trains_prompts(self) -> bool {
+        self == Self::Orpo
+    }
+
+    /// Whether the loss is a function of mean log-probabilities, and rewards are means.
+    fn has_means(self) -> bool {
+        matches!(self, Self::Simpo | Self::Orpo)
     }
 }
 
@@ -69,6 +88,13 @@ pub struct PairLoss {
     pub label_smoothing: f64,
     /// Margin of [`PairLossKind::Simpo`].
     pub margin: f64,
+    /// Factor on the mean cross-entropy of the chosen answer, of losses that have one.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub alpha: f64,
+}
+
+fn is_zero(x: &f64) -> bool {
+    *x == 0.0
 }
 
 /// The log-probabilities of an answer.
@@ -80,6 +106,8 @@ pub struct AnswerSum {
     pub tokens: f64,
     /// The sum of the reference.
     pub reference: f64,
+    /// Sum over the tokens of the prompt that are trained, and their number.
+    pub prompt: [f64; 2],
 }
 
 /// The loss of a pair.
@@ -88,6 +116,8 @@ pub struct PairTerms {
     pub loss: f64,
     /// Derivatives of the loss by the sums of the chosen and of the rejected answer.
     pub slopes: [f64; 2],
+    /// Derivative of the loss by the sum of the chosen answer's prompt.
+    pub prompt_slope: f64,
     /// Rewards of the chosen and of the rejected answer.
     pub rewards: [f64; 2],
 }
@@ -134,6 +164,11 @@ fn sigmoid_slope(x: f64) -> f64 {
     y * (1.0 - y)
 }
 
+/// `1 - e^x` for a negative x.
+fn one_minus_exp(x: f64) -> f64 {
+    -libm::expm1(x)
+}
+
 /// `-ln(sigmoid(x))` without overflow.
 fn log_loss(x: f64) -> f64 {
     (-x).max(0.0) + libm::log1p(libm::exp(-x.abs()))
@@ -142,14 +177,14 @@ fn log_loss(x: f64) -> f64 {
 impl PairLoss {
     /// The loss of a pair.
     pub fn terms(&self, chosen: AnswerSum, rejected: AnswerSum) -> PairTerms {
-        let Self { kind, beta, label_smoothing, margin } = *self;
+        let Self { kind, beta, label_smoothing, margin, .. } = *self;
         let [c, r] = [chosen, rejected].map(|answer| answer.sum - answer.reference);
         let [c_tokens, r_tokens] = [chosen, rejected].map(|answer| answer.tokens.max(1.0));
         let (difference, mean_difference) = (beta * (c - r), c / c_tokens - r / r_tokens);
         let by_sums = |slope: f64| [slope, -slope];
         let by_means = |slope: f64| [slope / c_tokens, -slope / r_tokens];
         let (loss, slopes) = match kind {
-            PairLossKind::Dpo => (log_loss(difference), by_sums(-beta * sigmoid(-difference))),
+            PairLossKind::Dpo | PairLossKind::Cpo => (log_loss(difference), by_sums(-beta * sigmoid(-difference))),
             PairLossKind::Hinge => ((1.0 - difference).max(0.0), by_sums(if difference < 1.0 { -beta } else { 0.0 })),
             PairLossKind::Ipo => {
                 let distance = mean_difference - 1.0 / (2.0 * beta);
@@ -176,9 +211,34 @@ impl PairLoss {
                 let x = beta * mean_difference - margin;
                 (log_loss(x), by_means(-beta * sigmoid(-x)))
             }
+            PairLossKind::Orpo => {
+                let [c_rest, r_rest] = [c / c_tokens, r / r_tokens].map(one_minus_exp);
+                let odds = mean_difference - (libm::log(c_rest) - libm::log(r_rest));
+                let [c_slope, r_slope] = by_means(-beta * sigmoid(-odds));
+                (beta * log_loss(odds), [c_slope / c_rest, r_slope / r_rest])
+            }
         };
-        let [c_length, r_length] = if kind == PairLossKind::Simpo { [c_tokens, r_tokens] } else { [1.0; 2] };
-        PairTerms { loss, slopes, rewards: [beta * c / c_length, beta * r / r_length] }
+        let [c_length, r_length] = if kind.has_means() { [c_tokens, r_tokens] } else { [1.0; 2] };
+        let terms = PairTerms { loss, slopes, prompt_slope: 0.0, rewards: [beta * c / c_length, beta * r / r_length] };
+        if kind.has_cross_entropy() && self.alpha > 0.0 { self.with_cross_entropy(terms, chosen) } else { terms }
+    }
+
+    /// `terms` with the mean cross-entropy of the chosen answer.
+    fn with_cross_entropy(
+        &self,
+        mut terms: PairTerms,
+        AnswerSum { sum, tokens, prompt: [prompt, prompt_tokens], .. }: AnswerSum,
+    ) -> PairTerms {
+        let slope = -self.alpha / (tokens + prompt_tokens).max(1.0);
+        terms.loss += slope * (sum + prompt);
+        terms.slopes[0] += slope;
+        terms.prompt_slope = slope;
+        terms
+    }
+
+    /// The coefficient that is not a coefficient of every loss: the probability of a wrong label, or the factor on the cross-entropy.
+    pub(crate) fn own_coefficient(&self) -> f64 {
+        if self.kind.has_cross_entropy() { self.alpha } else { self.label_smoothing }
     }
 }
 
@@ -206,11 +266,11 @@ mod tests {
     use clap::ValueEnum;
 
     fn loss(kind: PairLossKind) -> PairLoss {
-        PairLoss { kind, beta: 0.3, label_smoothing: 0.2, margin: 0.5 }
+        PairLoss { kind, beta: 0.3, label_smoothing: 0.2, margin: 0.5, alpha: 0.7 }
     }
 
     fn answer(sum: f64, tokens: f64, reference: f64) -> AnswerSum {
-        AnswerSum { sum, tokens, reference }
+        AnswerSum { sum, tokens, reference, prompt: [-6.0, 2.0] }
     }
 
     #[test]
@@ -218,13 +278,16 @@ mod tests {
         let step = 1e-6;
         for kind in PairLossKind::value_variants() {
             for (c, r) in [(-3.0, -9.5), (-9.5, -3.0), (-20.0, -2.0), (-4.0, -4.0)] {
-                let [chosen, rejected] = [answer(c, 3.0, -5.0), answer(r, 7.0, -5.5)];
+                let [c_reference, r_reference] = if kind.has_reference() { [-5.0, -5.5] } else { [0.0; 2] };
+                let [chosen, rejected] = [answer(c, 3.0, c_reference), answer(r, 7.0, r_reference)];
                 let at = |dc: f64, dr: f64| {
                     let moved = |answer: AnswerSum, by| AnswerSum { sum: answer.sum + by, ..answer };
                     loss(*kind).terms(moved(chosen, dc), moved(rejected, dr)).loss
                 };
                 let want = [(at(step, 0.0) - at(-step, 0.0)) / (2.0 * step), (at(0.0, step) - at(0.0, -step)) / (2.0 * step)];
-                let have = loss(*kind).terms(chosen, rejected).slopes;
+                let PairTerms { slopes: have, prompt_slope, .. } = loss(*kind).terms(chosen, rejected);
+                let moved = |by: f64| loss(*kind).terms(AnswerSum { prompt: [-6.0 + by, 2.0], ..chosen }, rejected).loss;
+                assert!((prompt_slope - (moved(step) - moved(-step)) / (2.0 * step)).abs() < 1e-8, "{kind:?}: {prompt_slope}");
                 assert!(have.iter().zip(want).all(|(have, want)| (have - want).abs() < 1e-8), "{kind:?} {c} {r}: {have:?}, {want:?}");
             }
         }
@@ -243,13 +306,22 @@ mod tests {
             PairLossKind::ApoZero => 1.0 - s(0.3 * c) + s(0.3 * r),
             PairLossKind::ApoDown => s(0.3 * c) + 1.0 - s(0.3 * (c - r)),
             PairLossKind::SigmoidNorm => -s(0.3 * (c / 3.0 - r / 7.0)).ln(),
-            PairLossKind::Simpo => -s(0.3 * (-3.0 / 3.0 + 9.5 / 7.0) - 0.5).ln(),
+            PairLossKind::Simpo => 0.7 * 9.0 / 5.0 - s(0.3 * (-3.0 / 3.0 + 9.5 / 7.0) - 0.5).ln(),
+            PairLossKind::Cpo => 0.7 * 9.0 / 5.0 - s(0.3 * (-3.0 + 9.5)).ln(),
+            PairLossKind::Orpo => {
+                let odds = |mean: f64| (mean.exp() / (1.0 - mean.exp())).ln();
+                0.7 * 9.0 / 5.0 - 0.3 * s(odds(-1.0) - odds(-9.5 / 7.0)).ln()
+            }
         };
         for kind in PairLossKind::value_variants() {
             let reference = |sum| if kind.has_reference() { sum } else { 0.0 };
             let have = loss(*kind).terms(answer(-3.0, 3.0, reference(-5.0)), answer(-9.5, 7.0, reference(-5.5)));
-            assert!((have.loss - want(*kind)).abs() < 1e-14, "{kind:?}: {have:?}, {}", want(*kind));
-            let rewards = if *kind == PairLossKind::Simpo { [-0.3, -0.3 * 9.5 / 7.0] } else { [0.6, -1.2] };
+            assert!((have.loss - want(*kind)).abs() < 2e-14, "{kind:?}: {have:?}, {}", want(*kind));
+            let rewards = match kind {
+                PairLossKind::Simpo | PairLossKind::Orpo => [-0.3, -0.3 * 9.5 / 7.0],
+                PairLossKind::Cpo => [-0.3 * 3.0, -0.3 * 9.5],
+                _ => [0.6, -1.2],
+            };
             assert!(have.rewards.iter().zip(rewards).all(|(have, want)| (have - want).abs() < 1e-15), "{kind:?}: {have:?}");
         }
     }
@@ -265,7 +337,8 @@ mod tests {
     fn large_differences_do_not_overflow() {
         for kind in PairLossKind::value_variants() {
             for (c, r) in [(-1e6, -1.0), (-1.0, -1e6)] {
-                let have = loss(*kind).terms(answer(c, 3.0, -5.0), answer(r, 7.0, -5.5));
+                let [c_reference, r_reference] = if kind.has_reference() { [-5.0, -5.5] } else { [0.0; 2] };
+                let have = loss(*kind).terms(answer(c, 3.0, c_reference), answer(r, 7.0, r_reference));
                 assert!(have.loss.is_finite() && have.slopes.iter().all(|slope| slope.is_finite()), "{kind:?}: {have:?}");
             }
         }

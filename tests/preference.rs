@@ -61,7 +61,7 @@ fn metric(line: &Value, name: &str) -> f64 {
 #[test]
 fn steps_have_the_losses_rewards_and_log_probabilities_of_trl() {
     let cases: Vec<Value> = serde_json::from_str(&fs::read_to_string(golden("preference/steps.json")).unwrap()).unwrap();
-    assert_eq!(cases.len(), 16);
+    assert_eq!(cases.len(), 20);
     for case in &cases {
         let (data, loss, length) = (case["data"].as_str().unwrap(), case["loss"].as_str().unwrap(), case["max_length"].as_u64().unwrap());
         let (workspace, steps) = (Workspace::new(), case["steps"].as_array().unwrap());
@@ -206,6 +206,8 @@ fn impossible_combinations_are_refused_by_name() {
     refused(&["--pair-length=49"], &["--pair-length 49", "from 2 to 48"]);
     refused(&["--beta=0"], &["--beta 0.0", "above 0"]);
     refused(&["--label-smoothing=0.1"], &["--label-smoothing 0.1", "needs --loss robust"]);
+    refused(&["--cpo-alpha=0.1"], &["--cpo-alpha 0.1", "needs --loss cpo or simpo"]);
+    refused(&["--loss=cpo", "--cpo-alpha=-1"], &["--cpo-alpha -1.0", "at least 0"]);
     refused(&["--simpo-gamma=0.1"], &["--simpo-gamma 0.1", "needs --loss simpo"]);
     refused(&["--layer-order=segments:1,1"], &["--layer-order segments:1,1", "losses of pairs"]);
     train(&workspace, "out", "text", &["--data-format=preference"]).refused(2, &["--data-format preference", "needs --loss"]);

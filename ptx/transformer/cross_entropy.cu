@@ -204,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(LOSS_THREADS)
 }
 
 // Losses of pairs; see src/pair_loss.rs, which numbers them.
-enum PairLossKind : unsigned { DPO, HINGE, IPO, ROBUST, APO_ZERO, APO_DOWN, SIGMOID_NORM, SIMPO };
+enum PairLossKind : unsigned { DPO, HINGE, IPO, ROBUST, APO_ZERO, APO_DOWN, SIGMOID_NORM, SIMPO, CPO, ORPO };
 
 constexpr unsigned REPORT_WORDS = 6;
 
@@ -221,14 +221,14 @@ __device__ __forceinline__ double sigmoid_slope(double x) {
 // -ln(sigmoid(x))
 __device__ __forceinline__ double log_loss(double x) { return fmax(-x, 0.0) + log1p(exp(-fabs(x))); }
 
-// The log-probabilities of an answer: their sum, their number, and the sum of the reference.
+// The log-probabilities of an answer: their sum, their number, the sum of the reference, and sum and number of the prompt's.
 struct Answer {
-    double sum, tokens, reference;
+    double sum, tokens, reference, prompt, prompt_tokens;
 };
 
-// The loss of a pair, its derivatives by the sums of both answers, and the rewards of both answers.
+// The loss of a pair, its derivatives by the sums of both answers and of the chosen answer's prompt, and the rewards of both answers.
 struct PairTerms {
-    double loss, slopes[2], rewards[2];
+    double loss, slopes[2], prompt_slope, rewards[2];
 
     __device__ __forceinline__ void by_sums(double slope) {
         slopes[0] = slope;
@@ -238,15 +238,23 @@ struct PairTerms {
         slopes[0] = slope / c_tokens;
         slopes[1] = -slope / r_tokens;
     }
+    // Adds the mean cross-entropy of the chosen answer.
+    __device__ __forceinline__ void add_cross_entropy(double alpha, const Answer& chosen) {
+        const double slope = -alpha / fmax(chosen.tokens + chosen.prompt_tokens, 1.0);
+        loss += slope * (chosen.sum + chosen.prompt);
+        slopes[0] += slope;
+        prompt_slope = slope;
+    }
 };
 
+// `own` is the probability of a wrong label, or the factor on the cross-entropy.
 __device__ __forceinline__ PairTerms pair_terms(
-    unsigned kind, double beta, double wrong, double margin, const Answer& chosen, const Answer& rejected) {
+    unsigned kind, double beta, double own, double margin, const Answer& chosen, const Answer& rejected) {
     const double c = chosen.sum - chosen.reference, r = rejected.sum - rejected.reference;
     const double c_tokens = fmax(chosen.tokens, 1.0), r_tokens = fmax(rejected.tokens, 1.0);
     const double difference = beta * (c - r), mean_difference = c / c_tokens - r / r_tokens;
-    PairTerms terms = {0.0, {0.0, 0.0}, {beta * c, beta * r}};
-    if (kind == DPO) {
+    PairTerms terms = {0.0, {0.0, 0.0}, 0.0, {beta * c, beta * r}};
+    if (kind == DPO || kind == CPO) {
         terms.loss = log_loss(difference);
         terms.by_sums(-beta * sigmoid(-difference));
     } else if (kind == HINGE) {
@@ -257,7 +265,7 @@ __device__ __forceinline__ PairTerms pair_terms(
         terms.loss = distance * distance;
         terms.by_means(2.0 * distance, c_tokens, r_tokens);
     } else if (kind == ROBUST) {
-        const double right = 1.0 - wrong, scale = 1.0 - 2.0 * wrong;
+        const double wrong = own, right = 1.0 - wrong, scale = 1.0 - 2.0 * wrong;
         terms.loss = (right * log_loss(difference) - wrong * log_loss(-difference)) / scale;
         terms.by_sums(-beta * (right * sigmoid(-difference) + wrong * sigmoid(difference)) / scale);
     } else if (kind == APO_ZERO) {
@@ -269,30 +277,49 @@ __device__ __forceinline__ PairTerms pair_terms(
         terms.loss = sigmoid(beta * c) + 1.0 - sigmoid(difference);
         terms.slopes[0] = beta * sigmoid_slope(beta * c) - both;
         terms.slopes[1] = both;
+    } else if (kind == ORPO) {
+        const double c_rest = -expm1(c / c_tokens), r_rest = -expm1(r / r_tokens);
+        const double odds = mean_difference - (log(c_rest) - log(r_rest));
+        terms.loss = beta * log_loss(odds);
+        terms.by_means(-beta * sigmoid(-odds), c_tokens, r_tokens);
+        terms.slopes[0] /= c_rest;
+        terms.slopes[1] /= r_rest;
     } else {
         const double x = beta * mean_difference - (kind == SIMPO ? margin : 0.0);
         terms.loss = log_loss(x);
         terms.by_means(-beta * sigmoid(-x), c_tokens, r_tokens);
     }
-    if (kind == SIMPO) {
+    if (kind == SIMPO || kind == ORPO) {
         terms.rewards[0] /= c_tokens;
         terms.rewards[1] /= r_tokens;
     }
+    if (kind >= SIMPO && own > 0.0) terms.add_cross_entropy(own, chosen);
     return terms;
 }
 
+// Whether a target that counts is a token of a prompt, which has less than the whole weight.
+__device__ __forceinline__ bool is_of_prompt(int word) { return word >= 1 << ID_BITS; }
+
 // The sum of an answer's rows, on all lanes of a warp. Each lane adds every 32nd row, and the lanes are added in a fixed order.
 __device__ __forceinline__ Answer answer_sum(const int* targets, const float* stats, int first, int end, double reference) {
-    Answer answer = {0.0, 0.0, reference};
+    Answer answer = {0.0, 0.0, reference, 0.0, 0.0};
     for (int row = first + int(threadIdx.x % WARP); row < end; row += WARP) {
         if (targets[row] < 0) continue;
         const float* at = stats + (size_t)row * 3;
-        answer.sum += (double)at[2] - (double)at[0] - log((double)at[1]);
-        answer.tokens += 1.0;
+        const double logp = (double)at[2] - (double)at[0] - log((double)at[1]);
+        if (is_of_prompt(targets[row])) {
+            answer.prompt += logp;
+            answer.prompt_tokens += 1.0;
+        } else {
+            answer.sum += logp;
+            answer.tokens += 1.0;
+        }
     }
     for (unsigned lane = WARP / 2; lane > 0; lane /= 2) {
         answer.sum += __shfl_xor_sync(ALL_LANES, answer.sum, lane);
         answer.tokens += __shfl_xor_sync(ALL_LANES, answer.tokens, lane);
+        answer.prompt += __shfl_xor_sync(ALL_LANES, answer.prompt, lane);
+        answer.prompt_tokens += __shfl_xor_sync(ALL_LANES, answer.prompt_tokens, lane);
     }
     return answer;
 }
@@ -309,7 +336,7 @@ __device__ __forceinline__ void write_double(int* words, double x) {
 extern "C" __global__ void __launch_bounds__(THREADS)
     pair_losses(
         const int* pairs, const int* targets, const float* stats, float* scales, int* sums, int* totals, float* report,
-        unsigned places, unsigned kind, double beta, double wrong, double margin, double step_pairs, float scale, unsigned accumulate) {
+        unsigned places, unsigned kind, double beta, double own, double margin, double step_pairs, float scale, unsigned accumulate) {
     constexpr unsigned WARPS = THREADS / WARP;
     __shared__ double shared[WARPS][REPORT_WORDS];
     const unsigned warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -323,9 +350,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
         const Answer chosen = answer_sum(targets, stats, first, middle, read_double(words + 4));
         const Answer rejected = answer_sum(targets, stats, middle, end, read_double(words + 6));
-        const PairTerms terms = pair_terms(kind, beta, wrong, margin, chosen, rejected);
+        const PairTerms terms = pair_terms(kind, beta, own, margin, chosen, rejected);
         for (int row = first + int(lane); row < end; row += WARP) {
-            scales[row] = (float)(-(row < middle ? terms.slopes[0] : terms.slopes[1]) / step_pairs * (double)scale);
+            const double slope = is_of_prompt(targets[row]) ? terms.prompt_slope : terms.slopes[row < middle ? 0 : 1];
+            scales[row] = (float)(-slope / step_pairs * (double)scale);
         }
         if (lane < 2) write_double(sums + (size_t)pair * 4 + lane * 2, lane == 0 ? chosen.sum : rejected.sum);
         total[0] += terms.loss;

@@ -25,7 +25,7 @@ impl ObjectiveKind {
 impl Settings {
     /// The settings for the cross-entropy of tokens.
     pub(crate) fn without_objective(self) -> Self {
-        let (loss, beta, label_smoothing, simpo_gamma, pair_length) = (None, None, None, None, None);
+        let (loss, beta, label_smoothing, simpo_gamma, cpo_alpha, pair_length) = (None, None, None, None, None, None);
         let (epsilon, epsilon_high, max_completion_length) = (None, None, None);
         let data_format = if self.loss.is_some() { DataFormat::Auto } else { self.data_format };
         Self {
@@ -33,6 +33,7 @@ impl Settings {
             beta,
             label_smoothing,
             simpo_gamma,
+            cpo_alpha,
             pair_length,
             epsilon,
             epsilon_high,
@@ -82,7 +83,7 @@ impl Settings {
     /// Checks that no setting is given that only losses of pairs have.
     fn check_no_pairs(&self, needs: &str) -> Result<()> {
         require(self.pair_length.is_none(), "pair-length", self.pair_length.unwrap_or_default(), needs)?;
-        let numbers = [("label-smoothing", self.label_smoothing), ("simpo-gamma", self.simpo_gamma)];
+        let numbers = [("label-smoothing", self.label_smoothing), ("simpo-gamma", self.simpo_gamma), ("cpo-alpha", self.cpo_alpha)];
         numbers.into_iter().try_for_each(|(flag, value)| require(value.is_none(), flag, value.unwrap_or_default(), needs))
     }
 
@@ -108,7 +109,10 @@ impl Settings {
         check((0.0..0.5).contains(&smoothing), "label-smoothing", smoothing, "must be at least 0 and below 0.5")?;
         let is_simpo = kind == PairLossKind::Simpo;
         check(is_simpo || self.simpo_gamma.is_none(), "simpo-gamma", gamma, "needs --loss simpo")?;
-        check(gamma.is_finite() && gamma >= 0.0, "simpo-gamma", gamma, "must be finite and at least 0")
+        check(gamma.is_finite() && gamma >= 0.0, "simpo-gamma", gamma, "must be finite and at least 0")?;
+        let (alpha, has_alpha) = (self.cpo_alpha.unwrap_or_default(), is_simpo || kind == PairLossKind::Cpo);
+        check(has_alpha || self.cpo_alpha.is_none(), "cpo-alpha", alpha, "needs --loss cpo or simpo")?;
+        check(alpha.is_finite() && alpha >= 0.0, "cpo-alpha", alpha, "must be finite and at least 0")
     }
 
     /// Checks the settings of a loss of completions.

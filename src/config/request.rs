@@ -10,7 +10,7 @@ use crate::model::head_rows::HeadRows;
 use crate::model::shape::ModelShape;
 use crate::objective::{Objective, ObjectiveKind};
 use crate::optim::adam::AdamHyper;
-use crate::pair_loss::PairLoss;
+use crate::pair_loss::{PairLoss, PairLossKind};
 use crate::policy_loss::PolicyLoss;
 use crate::recipe::{Numerics, Recipe, RowOrder, Schedule};
 use crate::request::cut::{StepCut, StepSplit};
@@ -91,18 +91,26 @@ impl Settings {
         };
         let Self { seq_length, packing, overlong, .. } = *self;
         let (pair_length, rollouts) = (self.pair_length(), self.objective().and_then(rollouts));
-        RowRules { seq_length, packing, overlong, pair_length, rollouts }
+        let trains_prompts = matches!(self.loss, Some(ObjectiveKind::Pairs(kind)) if kind.trains_prompts());
+        RowRules { seq_length, packing, overlong, pair_length, trains_prompts, rollouts }
     }
 
     /// The loss of pairs or completions; `None` for the cross-entropy of tokens. The defaults are those of TRL.
     fn objective(&self) -> Option<Objective> {
-        let Self { beta, label_smoothing, simpo_gamma, epsilon, epsilon_high, max_completion_length, .. } = *self;
+        let Self { beta, label_smoothing, simpo_gamma, cpo_alpha, epsilon, epsilon_high, max_completion_length, .. } = *self;
+        let alpha = |kind| match kind {
+            PairLossKind::Cpo => cpo_alpha.unwrap_or(1.0),
+            PairLossKind::Simpo => cpo_alpha.unwrap_or(0.0),
+            PairLossKind::Orpo => 1.0,
+            _ => 0.0,
+        };
         let loss = |kind| match kind {
             ObjectiveKind::Pairs(kind) => Objective::Pairs(PairLoss {
                 kind,
                 beta: beta.unwrap_or(0.1),
                 label_smoothing: label_smoothing.unwrap_or(0.0),
                 margin: simpo_gamma.unwrap_or(0.5),
+                alpha: alpha(kind),
             }),
             ObjectiveKind::Policy(kind) => Objective::Policy(PolicyLoss {
                 kind,
@@ -206,7 +214,6 @@ mod tests {
     use super::*;
     use crate::config::settings::tests::{command_line, sample_options};
     use crate::config::settings::{FEEDS, Feeds};
-    use crate::pair_loss::PairLossKind;
     use crate::policy_loss::PolicyLossKind;
 
     fn splits(flags: &[&str]) -> std::result::Result<Vec<(usize, usize)>, String> {
@@ -260,7 +267,8 @@ mod tests {
             let is_of_pairs = ["beta", "label_smoothing", "simpo_gamma", "pair_length"].contains(&name.as_str());
             let is_of_completions = ["epsilon", "epsilon_high", "max_completion_length"].contains(&name.as_str());
             let completions = is_of_completions.then_some(ObjectiveKind::Policy(PolicyLossKind::Dapo));
-            let loss = is_of_pairs.then_some(ObjectiveKind::Pairs(PairLossKind::Dpo)).or(completions);
+            let cpo = (name == "cpo_alpha").then_some(ObjectiveKind::Pairs(PairLossKind::Cpo));
+            let loss = is_of_pairs.then_some(ObjectiveKind::Pairs(PairLossKind::Dpo)).or(cpo).or(completions);
             let base = Settings { loss, ..Settings::default() };
             let mut settings = base.clone();
             settings.take(options);

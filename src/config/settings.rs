@@ -382,6 +382,9 @@ settings! {
         /// Factor on log-ratios of pairs, or on divergences of completions.
         #[arg(value_name = "X", allow_hyphen_values = true)]
         beta: f64 => "0.1 with pairs, else 0", Logged, Recipe, unless "Option::is_none";
+        /// Factor on the chosen answer's cross-entropy, for --loss cpo and simpo.
+        #[arg(value_name = "X", allow_hyphen_values = true)]
+        cpo_alpha: f64 => "1, 0 with simpo", Logged, Recipe, unless "Option::is_none";
         /// Range below 1 of ratios that count, for --loss dapo.
         #[arg(value_name = "X", allow_hyphen_values = true)]
         epsilon: f64 => "0.2 with --loss", Logged, Recipe, unless "Option::is_none";

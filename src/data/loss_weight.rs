@@ -28,6 +28,8 @@ pub(crate) struct LossWeight {
 impl LossWeight {
     /// The weight 0, of a token that is not trained.
     pub(crate) const NONE: Self = Self { units: 0 };
+    /// The least weight of a token that is trained.
+    pub(crate) const LEAST: Self = Self { units: 1 };
     /// The weight 1.
     pub(crate) const WHOLE: Self = Self { units: WHOLE_UNITS };
 

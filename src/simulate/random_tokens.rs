@@ -269,7 +269,8 @@ mod tests {
     use super::*;
     use crate::data::loss_weight::LossWeight;
     use crate::data::rows::batch;
-    use crate::objective::tests::DPO;
+    use crate::objective::tests::{DPO, policy};
+    use crate::policy_loss::PolicyLossKind;
 
     /// Simulated steps of a loss of pairs have data, too.
     #[test]
@@ -282,6 +283,16 @@ mod tests {
             assert_eq!(tokens.documents().iter().map(|(length, count)| length * count).sum::<usize>(), 2 * seq_length);
             assert_eq!(batch.count_targets(50).map(|counted| counted.units), Ok(2 * u64::from(LossWeight::WHOLE.units())));
         }
+    }
+
+    #[test]
+    fn rows_of_completions_have_numbers_for_each_token() {
+        let loss = policy(PolicyLossKind::Dapo);
+        let mut memory = vec![0; 2 * batch::part_words((1, 16), 1, true) + loss.list_words((2, 16))];
+        let mut batch = Batch::of_objective(&mut memory, 16, &loss);
+        RandomTokens::new(3, 50).fill(&mut batch).unwrap();
+        assert_eq!(batch.count_targets(50).map(|counted| counted.targets), Ok(30), "nothing follows a completion");
+        assert!(batch.list.as_ref().unwrap().words.chunks(4).all(|words| words[3] == 16));
     }
 
     #[test]

@@ -62,6 +62,8 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
         PairLossKind::ApoDown,
         PairLossKind::SigmoidNorm,
         PairLossKind::Simpo,
+        PairLossKind::Cpo,
+        PairLossKind::Orpo,
     ] {
         for pairs in [1, 3, 40, 257] {
             suite.case(&format!("pair_losses {kind:?} {pairs} pairs"), move |bench, random| pair_losses(bench, random, kind, pairs));
@@ -173,25 +175,35 @@ fn row_grads(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, s
 
 /// Sums in f64, whose errors are far below a rounding to fp32. The first place and each 7th one have no pair.
 fn pair_losses(bench: &mut Bench, random: &mut Random, kind: PairLossKind, places: usize) -> Outcome {
-    let loss = PairLoss { kind, beta: 0.1, label_smoothing: 0.2, margin: 0.5 };
+    let loss = PairLoss { kind, beta: 0.1, label_smoothing: 0.2, margin: 0.5, alpha: 0.7 };
+    let prompt_word = 5 | 4095 << 19;
     let (mut words, mut stats, mut targets, mut scales) = (vec![0; 8 * places], vec![0.0; 9], vec![-1; 3], vec![Near::exact(0.0); 3]);
     let (step_pairs, scale, mut total) = (3.0, 4.0f32, [0.0; 6]);
     for place in (0..places).filter(|place| places == 1 || place % 7 > 0) {
         let mut answer = || {
             let (first, reference) = (targets.len(), -30.0 * f64::from(random.positive(1)[0]));
-            let (mut sum, mut tokens) = (0.0, 0.0);
+            let (mut sum, mut tokens, mut prompt) = (0.0, 0.0, [0.0; 2]);
             for row in 0..1 + random.below(70) {
-                let is_trained = row % 3 != 1;
-                targets.push(if is_trained { 5 } else { -1 });
-                let [max, exponentials, target] =
-                    [random.scaled(FP32, 1, 2.0)[0], 1.0 + random.positive(1)[0], random.scaled(FP32, 1, 2.0)[0]];
+                let (is_of_prompt, is_ignored) = (row % 5 == 4, row % 3 == 1);
+                targets.push(if is_ignored {
+                    -1
+                } else if is_of_prompt {
+                    prompt_word
+                } else {
+                    5
+                });
+                let is_trained = !is_ignored;
+                let (max, exponentials) = (random.scaled(FP32, 1, 2.0)[0], 1.0 + random.positive(1)[0]);
+                let target = max - random.positive(1)[0];
                 stats.extend(if is_trained { [max, exponentials, target] } else { [0.0, 1.0, 0.0] });
-                if is_trained {
-                    sum += f64::from(target) - f64::from(max) - f64::from(exponentials).ln();
-                    tokens += 1.0;
+                let logp = f64::from(target) - f64::from(max) - f64::from(exponentials).ln();
+                if is_trained && is_of_prompt {
+                    prompt = [prompt[0] + logp, prompt[1] + 1.0];
+                } else if is_trained {
+                    (sum, tokens) = (sum + logp, tokens + 1.0);
                 }
             }
-            (first, AnswerSum { sum, tokens, reference })
+            (first, AnswerSum { sum, tokens, reference, prompt })
         };
         let [(first, chosen), (middle, rejected)] = [answer(), answer()];
         let (end, terms) = (targets.len(), loss.terms(chosen, rejected));
@@ -200,7 +212,8 @@ fn pair_losses(bench: &mut Bench, random: &mut Random, kind: PairLossKind, place
         words[8 * place..][..3].copy_from_slice(&[first, middle, end].map(|row| row as i32));
         words[8 * place + 4..][..4].copy_from_slice(halves.as_flattened());
         let near = |slope: f64| Near { want: -slope / step_pairs * f64::from(scale), error: 1e-12 };
-        scales.extend((first..end).map(|row| near(terms.slopes[usize::from(row >= middle)])));
+        let slope = |row: usize| if targets[row] == prompt_word { terms.prompt_slope } else { terms.slopes[usize::from(row >= middle)] };
+        scales.extend((first..end).map(|row| near(slope(row))));
         let [c, r] = terms.rewards;
         let numbers = [terms.loss, c, r, f64::from(u8::from(c > r)), chosen.sum, rejected.sum];
         total.iter_mut().zip(numbers).for_each(|(total, number)| *total += number);

@@ -11,7 +11,7 @@ use super::rollout_numbers;
 use super::token_stream::TokenStream;
 use crate::data::checksum::hex;
 use crate::data::context::Preparation;
-use crate::data::loss_weight::id_of;
+use crate::data::loss_weight::{LossWeight, id_of};
 use crate::error::{Error, Result};
 use crate::policy_loss::TOKEN_WORDS;
 use crate::units::counted;
@@ -66,6 +66,8 @@ pub struct RowRules {
     pub overlong: Overlong,
     /// Largest number of tokens of an answer of a pair with its prompt, at most half a row; `None` if the data has no pairs.
     pub pair_length: Option<usize>,
+    /// Whether the tokens of a chosen answer's prompt are targets, with the least weight.
+    pub trains_prompts: bool,
     /// Rules of sampled completions; `None` if the data has none.
     pub rollouts: Option<RolloutRules>,
 }
@@ -115,6 +117,8 @@ pub(in crate::data) struct RowTable {
     beside: NumbersBeside,
     /// Whether numbers stand behind each document.
     has_numbers: bool,
+    /// Whether the tokens of a chosen answer's prompt are targets, with the least weight.
+    trains_prompts: bool,
 }
 
 /// Numbers of documents by their treatment.
@@ -155,7 +159,7 @@ impl Packing {
 impl RowRules {
     /// One stream, cut into rows of `seq_length` tokens.
     pub fn wrapped(seq_length: usize) -> Self {
-        Self { seq_length, packing: Packing::Wrapped, overlong: Overlong::Auto, pair_length: None, rollouts: None }
+        Self { seq_length, packing: Packing::Wrapped, overlong: Overlong::Auto, pair_length: None, trains_prompts: false, rollouts: None }
     }
 
     /// The flag that limits the length of documents.
@@ -314,6 +318,13 @@ impl Packer<'_> {
     }
 }
 
+/// Gives the least weight to all targets that are not trained.
+fn train_prompt(targets: &mut [i32]) {
+    for target in targets.iter_mut().filter(|target| **target < 0) {
+        *target = LossWeight::LEAST.word(id_of(*target as u32)) as i32;
+    }
+}
+
 fn too_many(packing: Packing) -> Error {
     Error::Unsupported(format!("--packing {packing} with more than {PARTS_MAX} documents; use --packing wrapped"))
 }
@@ -361,7 +372,7 @@ impl RowTable {
         if table.ends.is_empty() {
             return Ok(None);
         }
-        (table.beside, table.has_numbers) = (beside, rules.rollouts.is_some());
+        (table.beside, table.has_numbers, table.trains_prompts) = (beside, rules.rollouts.is_some(), rules.trains_prompts);
         table.became = table.describe(rules, counts);
         match rules.overlong == Overlong::Auto && counts.loses_much() {
             true => preparation.warn(format!("{}; a larger {} keeps more of them", table.became, rules.length_flag())),
@@ -372,9 +383,20 @@ impl RowTable {
 
     /// The table of `parts`, of which `unit` consecutive ones share a row.
     fn of((parts, unit): (Vec<DocumentPart>, usize), packing: Packing, seq_length: u32, padding: i32) -> Self {
-        let (became, references, beside, has_numbers) = (String::new(), Vec::new(), NumbersBeside::default(), false);
+        let (became, references, beside) = (String::new(), Vec::new(), NumbersBeside::default());
+        let (has_numbers, trains_prompts) = (false, false);
         if packing != Packing::Bfd {
-            return Self { ends: (1..=parts.len() as u32).collect(), parts, padding, became, unit, references, beside, has_numbers };
+            return Self {
+                ends: (1..=parts.len() as u32).collect(),
+                parts,
+                padding,
+                became,
+                unit,
+                references,
+                beside,
+                has_numbers,
+                trains_prompts,
+            };
         }
         let units = || parts.chunks_exact(unit);
         let lengths: Vec<u32> = units().map(|parts| parts.iter().map(|part| part.tokens).sum()).collect();
@@ -386,7 +408,7 @@ impl RowTable {
             ends[rows[*idx as usize] as usize] = end * unit as u32;
         }
         let parts = order.into_iter().flat_map(|idx| &parts[idx as usize * unit..][..unit]).copied().collect();
-        Self { parts, ends, padding, became, unit, references, beside, has_numbers }
+        Self { parts, ends, padding, became, unit, references, beside, has_numbers, trains_prompts }
     }
 
     /// Indices of the pairs in row `row`; none if the data has no pairs.
@@ -456,11 +478,14 @@ impl RowTable {
                 documents[column..end].fill(column as i32);
             }
         };
-        for part in &self.parts[first as usize..self.ends[row] as usize] {
+        for (number, part) in self.parts[first as usize..self.ends[row] as usize].iter().enumerate() {
             let end = column + part.tokens as usize;
             stream.read(part.start as usize, &mut tokens[column..end])?;
             targets[column..end - 1].copy_from_slice(&tokens[column + 1..end]);
             targets[end - 1] = part.next;
+            if self.trains_prompts && number % 2 == 0 {
+                train_prompt(&mut targets[column..end - 1]);
+            }
             if let Some(RowList::Rollouts(words)) = &mut list {
                 let words = &mut words[TOKEN_WORDS * column..TOKEN_WORDS * end];
                 rollout_numbers::read(stream, part.start as usize + part.tokens as usize, &targets[column..end], words)?;
@@ -529,7 +554,8 @@ mod tests {
     use crate::data::loader::{DataPosition, Loader};
     use crate::data::rows::batch::{Batch, Batches, arrays};
     use crate::data::tokenizer::AddBos;
-    use crate::objective::tests::DPO;
+    use crate::objective::tests::{DPO, policy};
+    use crate::policy_loss::{PolicyLossKind, PolicyToken};
     use crate::progress_event::ProgressEvent;
     use crate::signals::StopFlag;
     use proptest::prelude::*;
@@ -609,23 +635,72 @@ mod tests {
         assert_eq!(messages, ["packing off: 3 documents in 3 rows, 55.6 % padding"]);
     }
 
-    /// Rows of four pairs, of which one has no room for its answers: tokens, targets and pairs of each row, and the messages.
+    /// Rows of four pairs, of which one has no room for its answers, and the messages.
     fn rows_of_pairs(pair_length: usize) -> (Dataset, Vec<String>) {
-        let dir = tempfile::tempdir().unwrap();
         let pair = |prompt: &str, chosen: &str, rejected: &str| json!({"prompt": prompt, "chosen": chosen, "rejected": rejected});
-        let path = records(&dir, &[pair("ab", "c", "de"), pair("abcdef", "g", "h"), pair("f", "ghijk", "l"), pair("m", "n", "op")]);
-        let rules = RecordRules { format: DataFormat::Preference, ..RecordRules::default() };
-        let (tokenizer, mut messages) = (Tokenizer::bytes_with(Some("300"), AddBos::No, Arc::new(rules)).unwrap(), Vec::new());
+        let pairs = [pair("ab", "c", "de"), pair("abcdef", "g", "h"), pair("f", "ghijk", "l"), pair("m", "n", "op")];
+        let rules = RowRules { packing: Packing::Bfd, pair_length: Some(pair_length), ..RowRules::wrapped(12) };
+        let (dataset, messages) = rows_of_objective(DataFormat::Preference, &pairs, rules);
+        (dataset.unwrap(), messages)
+    }
+
+    /// Rows of records of a format that a loss of its own reads, and the messages.
+    fn rows_of_objective(format: DataFormat, all: &[serde_json::Value], rules: RowRules) -> (Result<Dataset>, Vec<String>) {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, of_records) = (records(&dir, all), RecordRules { format, ..RecordRules::default() });
+        let (tokenizer, mut messages) = (Tokenizer::bytes_with(Some("300"), AddBos::No, Arc::new(of_records)).unwrap(), Vec::new());
         let log = |event: ProgressEvent<'_>| {
             if let ProgressEvent::Detail(line) | ProgressEvent::Warn(line) = event {
                 messages.push(line.to_string());
             }
         };
         let mut preparation = Preparation::new(&StopFlag::default(), None, Some(dir.path().into()), log);
-        let rules = RowRules { packing: Packing::Bfd, pair_length: Some(pair_length), ..RowRules::wrapped(12) };
-        let dataset = Dataset::open(&[path], &tokenizer, VOCAB, rules, &mut preparation).unwrap();
+        let dataset = Dataset::open(&[path], &tokenizer, VOCAB, rules, &mut preparation);
         drop(preparation);
         (dataset, messages)
+    }
+
+    #[test]
+    fn targets_of_a_prompt_that_is_trained_have_the_least_weight() {
+        let pair = json!({"prompt": "ab", "chosen": "c", "rejected": "de"});
+        let rules = RowRules { packing: Packing::Bfd, pair_length: Some(6), trains_prompts: true, ..RowRules::wrapped(12) };
+        let dataset = rows_of_objective(DataFormat::Preference, &[pair], rules).0.unwrap();
+        let mut memory = vec![7; 4 * 12 + DPO.list_words((1, 12))];
+        let mut batch = Batch::of_objective(&mut memory, 12, &DPO);
+        Loader::new(dataset, 1, 0, false, DataPosition::default()).unwrap().fill(&mut batch).unwrap();
+        let least = LossWeight::LEAST.word(98) as i32;
+        assert_eq!(batch.targets[..9], [least, 99, END, -1, -1, 100, 101, END, -1], "of the chosen answer alone");
+    }
+
+    /// A completion of three tokens, one of a token, and one that is longer than a row.
+    fn rows_of_completions(rollouts: RolloutRules) -> (Result<Dataset>, Vec<String>) {
+        let ids = |count: usize| (1..=count).collect::<Vec<_>>();
+        let row = |prompt, completion, advantage| json!({"prompt_ids": ids(prompt), "completion_ids": ids(completion), "advantage": advantage});
+        let rules = RowRules { packing: Packing::Bfd, rollouts: Some(rollouts), ..RowRules::wrapped(8) };
+        rows_of_objective(DataFormat::Rollouts, &[row(2, 3, 0.5), row(7, 2, 1.0), row(1, 1, -2.0)], rules)
+    }
+
+    #[test]
+    fn completions_share_a_row_with_their_numbers_and_long_ones_are_left_out() {
+        let (dataset, messages) = rows_of_completions(RolloutRules { needs_reference: false });
+        let dataset = dataset.unwrap();
+        let line = "packing bfd: 2 completions in 1 row, 12.5 % padding; 1 longer than a row and left out; a larger --seq-length keeps more of them";
+        assert_eq!((&messages[..], dataset.tokens(), dataset.untrained(), dataset.documents()), (&[line.to_string()][..], 16, 10, 3));
+        let loss = policy(PolicyLossKind::Grpo);
+        let mut memory = vec![7; 4 * 8 + loss.list_words((1, 8))];
+        let mut batch = Batch::of_objective(&mut memory, 8, &loss);
+        Loader::new(dataset, 1, 0, false, DataPosition::default()).unwrap().fill(&mut batch).unwrap();
+        assert_eq!((&batch.tokens[..7], &batch.targets[..7]), (&[1, 2, 1, 2, 3, 1, 1][..], &[-1, 1, 2, 3, -1, 1, -1][..]));
+        let words = batch.list.as_ref().unwrap().words.as_chunks::<TOKEN_WORDS>().0;
+        let numbers = |advantage, tokens| PolicyToken::words([advantage, f32::NAN, f32::NAN], tokens);
+        assert_eq!((words[0], words[1], words[3], words[5]), ([0; 4], numbers(0.5, 3), numbers(0.5, 3), numbers(-2.0, 1)));
+        assert_eq!(batch.count_targets(VOCAB).unwrap().units, 2 * 4096);
+    }
+
+    #[test]
+    fn completions_without_a_reference_are_refused_where_the_loss_needs_one() {
+        let refused = rows_of_completions(RolloutRules { needs_reference: true }).0.err().unwrap().to_string();
+        assert!(refused.contains("completion 1 has no `ref_logps`"), "{refused}");
     }
 
     #[test]

@@ -119,7 +119,8 @@ impl Kernel for CrossEntropyRowGrad {
 pub struct PairLosses {
     /// Pairs, int32 `[pairs, 8]`: see [`PAIR_WORDS`]. A place without a pair has the rows 0 to 0.
     pub pairs: DeviceSlice,
-    /// int32 `[rows]`. Rows with a negative target belong to no answer.
+    /// int32 `[rows]`. Rows with a negative target belong to no answer. Targets with less than the whole weight are tokens of a prompt, whose
+    /// cross-entropy alone may be trained.
     pub targets: DeviceSlice,
     /// fp32 `[rows, 3]`
     pub stats: DeviceSlice,

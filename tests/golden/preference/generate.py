@@ -7,7 +7,8 @@ The model and the templates are those of ../trl and ../chat.
 text.jsonl    prompts with two answers, plain text; one-token answers, equal answers, and answers that are cut
 chat.jsonl    conversations with the prompt in both answers
 steps.json    for each case the settings, and for each step the numbers of TRL. A step takes all pairs, so that rows and micro-batches may
-              hold any of them; simpo is CPOTrainer's loss without its cross-entropy.
+              hold any of them. simpo and cpo are CPOTrainer's losses, and orpo is ORPOTrainer's, on the tokens of DPOTrainer, with the
+              cross-entropy of micro-batches of one pair; simpo has none.
 """
 
 import json
@@ -16,6 +17,7 @@ import os
 import pathlib
 import random
 import tempfile
+import types
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
@@ -23,12 +25,15 @@ import datasets
 import torch
 import transformers
 import trl
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
 
 HERE = pathlib.Path(__file__).parent
 PAIRS = 12
 WORDS = "please what is the weather in Zürich today and how many days of rain were there 12 37 one two thanks".split()
 NUMBERS = ["rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected"]
 LOSSES = ["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "sigmoid_norm"]
+WITHOUT_REFERENCE = ["simpo", "cpo", "orpo"]
 
 torch.set_num_threads(1)
 datasets.disable_progress_bars()
@@ -97,8 +102,25 @@ def train(data, loss, steps, length):
     return trainer.steps
 
 
-def simpo(data, steps, length):
-    """SimPO's loss of TRL's CPOTrainer, -logsigmoid(beta (mean log-probabilities' difference) - gamma), on the tokens of DPOTrainer."""
+SETTINGS = types.SimpleNamespace(alpha=0.0, beta=0.3, label_smoothing=0.0, simpo_gamma=0.5, accelerator=types.SimpleNamespace(device="cpu"))
+
+
+def losses(loss, sums, means, logps, mask, attended):
+    """Losses of pairs by TRL's functions, and the rewards of both answers. `mask` has the tokens of answers, `attended` all tokens."""
+    chosen = len(logps) // 2
+    if loss == "orpo":
+        negative, *rewards = ORPOTrainer.odds_ratio_loss(SETTINGS, *means.chunk(2))[:3]
+        of_pairs, alpha, counted = -negative, 1.0, attended
+    else:
+        settings = types.SimpleNamespace(**vars(SETTINGS), loss_type="simpo" if loss == "simpo" else "sigmoid")
+        of_pairs, *rewards = CPOTrainer.cpo_loss(settings, *(means if loss == "simpo" else sums).chunk(2))
+        alpha, counted = 0.0 if loss == "simpo" else 1.0, mask
+    cross_entropy = -((logps * counted).sum(1) / counted.sum(1))[:chosen]
+    return of_pairs + alpha * cross_entropy, rewards
+
+
+def without_reference(data, loss, steps, length):
+    """Steps of a loss of CPOTrainer or ORPOTrainer on the tokens of DPOTrainer."""
     network = transformers.AutoModelForCausalLM.from_pretrained(HERE.parent / "trl/model", dtype=torch.float32)
     with tempfile.TemporaryDirectory() as directory:
         config = trl.DPOConfig(output_dir=directory, max_length=length, bf16=False, use_cpu=True, report_to="none")
@@ -109,18 +131,18 @@ def simpo(data, steps, length):
     optimizer, found = torch.optim.AdamW(groups, lr=2e-3), []
     for _ in range(steps):
         logits = network(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-        mask = batch["completion_mask"][:, 1:]
-        logps = torch.log_softmax(logits, -1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0] * mask
-        sums, means = logps.sum(1), logps.sum(1) / mask.sum(1)
-        (c, r), (c_sum, r_sum) = means.chunk(2), sums.chunk(2)
-        loss = -torch.nn.functional.logsigmoid(0.3 * (c - r) - 0.5).mean()
+        mask, attended = batch["completion_mask"][:, 1:], batch["attention_mask"][:, 1:]
+        logps = torch.log_softmax(logits, -1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+        sums, means = (logps * mask).sum(1), (logps * mask).sum(1) / mask.sum(1)
+        c_sum, r_sum = sums.chunk(2)
+        of_pairs, (c_reward, r_reward) = losses(loss, sums, means, logps, mask, attended)
+        value = of_pairs.mean()
         optimizer.zero_grad()
-        loss.backward()
+        value.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
-        c_reward, r_reward = 0.3 * c, 0.3 * r
         numbers = [c_reward, r_reward, c_reward - r_reward, (c_reward > r_reward).float(), c_sum, r_sum]
-        found.append({"loss": loss.item(), **{name: number.mean().item() for name, number in zip(NUMBERS, numbers)}})
+        found.append({"loss": value.item(), **{name: number.mean().item() for name, number in zip(NUMBERS, numbers)}})
     return found
 
 
@@ -129,9 +151,9 @@ def main():
     for name, rows in data.items():
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (HERE / f"{name}.jsonl").write_text(lines)
-        for loss in LOSSES + ["simpo"]:
-            steps, length = 10 if loss == "sigmoid" else 3, 48 if name == "text" else 64
-            found = simpo(rows, steps, length) if loss == "simpo" else train(rows, loss, steps, length)
+        for loss in LOSSES + WITHOUT_REFERENCE:
+            steps, length = 10 if loss in ("sigmoid", "cpo", "orpo") else 3, 48 if name == "text" else 64
+            found = (without_reference if loss in WITHOUT_REFERENCE else train)(rows, loss, steps, length)
             assert all(math.isfinite(number) for step in found for number in step.values())
             cases.append({"data": name, "loss": loss, "max_length": length, "steps": found})
     (HERE / "steps.json").write_text(json.dumps(cases, indent=1) + "\n")

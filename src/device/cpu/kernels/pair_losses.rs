@@ -2,6 +2,7 @@
 
 use super::Compute;
 use super::arithmetic::CpuArithmetic;
+use crate::data::loss_weight::LossWeight;
 use crate::device::PairLosses;
 use crate::device::cpu::task_memory::TaskMemory;
 use crate::dtype::Element;
@@ -20,6 +21,11 @@ pub(super) fn log_probability(&[max, sum, target]: &[f32; 3]) -> f64 {
     f64::from(target) - f64::from(max) - libm::log(f64::from(sum))
 }
 
+/// Whether a target that counts is a token of a prompt, which has less than the whole weight.
+fn is_of_prompt(target: i32) -> bool {
+    target >= 0 && LossWeight::of(target as u32) != LossWeight::WHOLE
+}
+
 /// Adds `report` to the totals so far, if there are any, and writes their means over `count`.
 pub(super) fn add_totals(totals: &mut [i32], means: &mut [f32], report: [f64; REPORT_WORDS], (count, accumulate): (f64, bool)) {
     for ((words, total), mean) in totals.as_chunks_mut::<2>().0.iter_mut().zip(report).zip(means) {
@@ -32,10 +38,16 @@ impl AnswerRows<'_> {
     /// The sum of the log-probabilities of an answer's trained rows, in their order, and their number.
     fn sum(self, rows: Range<usize>, reference: f64) -> AnswerSum {
         let trained = rows.filter(|row| self.targets[*row] >= 0);
-        let mut answer = AnswerSum { sum: 0.0, tokens: 0.0, reference };
+        let mut answer = AnswerSum { sum: 0.0, tokens: 0.0, reference, prompt: [0.0; 2] };
         for row in trained {
-            answer.sum += log_probability(&self.stats[row]);
-            answer.tokens += 1.0;
+            let logp = log_probability(&self.stats[row]);
+            if is_of_prompt(self.targets[row]) {
+                answer.prompt[0] += logp;
+                answer.prompt[1] += 1.0;
+            } else {
+                answer.sum += logp;
+                answer.tokens += 1.0;
+            }
         }
         answer
     }
@@ -71,8 +83,11 @@ impl PairLosses {
         let [chosen, rejected, end] = [chosen, rejected, end].map(|row| row as usize);
         let answers = [rows.sum(chosen..rejected, float_of([c_low, c_high])), rows.sum(rejected..end, float_of([r_low, r_high]))];
         let terms = self.loss.terms(answers[0], answers[1]);
+        let scale = |slope: f64| (-slope / self.step_pairs * f64::from(self.scale)) as f32;
         for (answer, slope) in [chosen..rejected, rejected..end].into_iter().zip(terms.slopes) {
-            scales[answer].fill((-slope / self.step_pairs * f64::from(self.scale)) as f32);
+            for (target, place) in rows.targets[answer.clone()].iter().zip(&mut scales[answer]) {
+                *place = scale(if is_of_prompt(*target) { terms.prompt_slope } else { slope });
+            }
         }
         let [c_sum, r_sum] = answers.map(|answer| words_of(answer.sum));
         *sums = [c_sum[0], c_sum[1], r_sum[0], r_sum[1]];

@@ -92,7 +92,7 @@ impl GpuKernel for PairLosses {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let places = size(self.places())?;
         let Self { pairs, targets, stats, scales, sums, totals, report, loss, step_pairs, scale, accumulate } = self;
-        let PairLoss { kind, beta, label_smoothing, margin } = loss;
+        let PairLoss { kind, beta, margin, .. } = loss;
         let args = args![
             pairs,
             targets,
@@ -104,7 +104,7 @@ impl GpuKernel for PairLosses {
             places,
             kind.number(),
             beta,
-            label_smoothing,
+            loss.own_coefficient(),
             margin,
             step_pairs,
             scale,

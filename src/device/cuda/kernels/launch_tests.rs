@@ -146,7 +146,7 @@ fn rows(list: &mut List, r: &mut TestMemory, rows: usize, cols: usize) -> Result
 
 /// Losses of three pairs, and a gradient with a scale for each row.
 fn pairs(list: &mut List, r: &mut TestMemory, rows: usize, cols: usize) -> Result<()> {
-    let loss = PairLoss { kind: PairLossKind::Robust, beta: 0.5, label_smoothing: 0.25, margin: 2.0 };
+    let loss = PairLoss { kind: PairLossKind::Robust, beta: 0.5, label_smoothing: 0.25, margin: 2.0, alpha: 0.0 };
     let (targets, stats, scales) = (r.i(rows), r.f(3 * rows), r.f(rows));
     let (pairs, sums, totals, report) = (r.i(24), r.i(12), r.i(12), r.f(6));
     let (step_pairs, scale) = (4.0, 0.5);
