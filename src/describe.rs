@@ -22,12 +22,16 @@ pub(crate) fn flag(name: &str, value: &Value) -> String {
 /// Settings with flags that take several values as separate words.
 const LISTS_OF_PATHS: [&str; 2] = ["data", "eval_data"];
 
+/// Settings with flags that take one value and may be repeated: their values may have commas.
+const LISTS_OF_EXPRESSIONS: [&str; 2] = ["freeze", "train_only"];
+
 /// The command-line arguments that set the field `name` to `value`.
 pub(crate) fn words(name: &str, value: &Value) -> Vec<String> {
     let (flag, value) = named(name, value);
     match value {
         Value::Bool(_) => vec![format!("--{flag}={}", written(value))],
         Value::Array(all) if LISTS_OF_PATHS.contains(&name) => [format!("--{flag}")].into_iter().chain(all.iter().map(written)).collect(),
+        Value::Array(all) if LISTS_OF_EXPRESSIONS.contains(&name) => all.iter().map(|one| format!("--{flag}={}", written(one))).collect(),
         value => vec![format!("--{flag}"), written(value)],
     }
 }

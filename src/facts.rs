@@ -154,6 +154,9 @@ pub(crate) struct ModelFacts {
     pub params: usize,
     /// Parameters that take part in matrix products.
     pub(crate) matmul_params: usize,
+    /// Trained parameters, if tensors are frozen.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) trained_params: Option<usize>,
 }
 
 impl ModelFacts {
@@ -164,7 +167,8 @@ impl ModelFacts {
         let Attn { heads, kv_heads, head_dim, .. } = *shape.first_attention();
         let (layers, ffn) = (layers.len(), layers[0].mlp_cols().1);
         let (architecture, params, matmul_params) = (shape.family.architecture(), table.params(), table.matmul_params());
-        Self { config, architecture, layers, channels, heads, kv_heads, head_dim, ffn, vocab, tied, params, matmul_params }
+        let trained_params = (!shape.frozen.is_empty()).then(|| table.trained_params());
+        Self { config, architecture, layers, channels, heads, kv_heads, head_dim, ffn, vocab, tied, params, matmul_params, trained_params }
     }
 }
 

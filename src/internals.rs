@@ -116,6 +116,7 @@ pub mod metrics {
 
 pub mod model {
     pub use crate::model::activations::{ActivationPlan, LossTile};
+    pub use crate::model::freeze::FreezeRules;
     pub use crate::model::head_rows::HeadRows;
     pub use crate::model::init::init_tensor;
     pub use crate::model::products::products;

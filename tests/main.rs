@@ -24,6 +24,7 @@ mod file_systems;
 mod fine_tuning;
 mod foreign_files;
 mod fp8;
+mod frozen;
 mod fuzz_corpus;
 mod going_on;
 mod guide;

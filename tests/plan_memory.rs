@@ -10,7 +10,7 @@ use superoffload::internals::hardware::Topology;
 use superoffload::internals::host::MemoryPolicy;
 use superoffload::internals::launch::{UseEngine, cpu_engine, on_cpus};
 use superoffload::internals::memory::{Addressing, DeviceMemory};
-use superoffload::internals::model::ModelShape;
+use superoffload::internals::model::{FreezeRules, ModelShape, TensorTable};
 use superoffload::internals::planner::Machine;
 use superoffload::{Plan, Result};
 
@@ -21,6 +21,31 @@ fn compare(toml: &str, shape: &ModelShape, machine: &Machine) -> Plan {
     let engine = cpu_engine(&plan, shape, &Topology::this_machine()).unwrap();
     planned::check(&engine, DeviceKind::Cpu).unwrap_or_else(|wrong| panic!("{toml}: {wrong}"));
     plan
+}
+
+/// `shape` with an embedding, layers and norms that are frozen.
+fn with_frozen(shape: ModelShape) -> ModelShape {
+    let freeze = ["embed_tokens", r"layers\.[01]\.", r"layers\.3\..*norm", r"layers\.4\.mlp"].map(String::from);
+    shape.freezing(FreezeRules { freeze: &freeze, train_only: &[] }).unwrap()
+}
+
+#[test]
+fn a_frozen_parameter_takes_two_bytes_and_every_class_matches_allocations() {
+    let common = "seq-length = 16\nper-device-train-batch-size = 3\nbucket-mib = 0.03125\n";
+    for shape in [tiny_llama(6, 64, 300, false), tiny_llama(6, 64, 300, true), tiny_moe(6, 64, 300, false), tiny_delta(6, 64, 300, false)] {
+        let shape = with_frozen(shape);
+        for more in ["", "strategy = \"no-offload\"\n", "gradient-shares = 3\n", "dtype = \"float32\"\n", "activations = \"host\"\n"] {
+            let plan = compare(&format!("{common}{more}"), &shape, &Machine::cpu(2));
+            let bytes = |name| plan.forecast.memory.iter().find(|class| class.name == name).unwrap().bytes;
+            let (table, width) = (TensorTable::new(&shape), plan.recipe.numerics.dtype.bytes());
+            let frozen: usize = table.frozen().iter().map(|spec| spec.elems().next_multiple_of(128)).sum();
+            assert_eq!(bytes("frozen weights"), width * frozen, "{plan}");
+            let vectors = table.frozen().iter().filter(|spec| spec.shape.len() == 1 || spec.name.ends_with("conv"));
+            let longest = vectors.map(|spec| spec.elems().next_multiple_of(128)).max().unwrap();
+            assert_eq!(bytes("unused gradients"), 2 * width * longest, "{plan}");
+            assert_eq!(bytes("weights"), width * table.flat_elems(), "{plan}");
+        }
+    }
 }
 
 #[test]
@@ -151,6 +176,13 @@ fn every_memory_class_of_a_plan_for_several_gpus_matches_allocations() {
     let shape = tiny_llama(12, 1024, 276, true);
     let common = "max-steps = 1\nthreads = 4\nseq-length = 64\nper-device-train-batch-size = 1\nbucket-mib = 4\n";
     let experts = tiny_moe(12, 1024, 280, true);
+    // As above, with another number of trained parameters.
+    let freeze = [r"layers\.[0-5]\.".to_string(), r"layers\.9\.mlp".to_string()];
+    let frozen = |vocab| tiny_llama(12, 1024, vocab, true).freezing(FreezeRules { freeze: &freeze, train_only: &[] }).unwrap();
+    let frozen = (256..).map(frozen).find(|shape| TensorTable::new(shape).flat_elems().is_multiple_of(8 * 4096)).unwrap();
+    for more in ["", "weights = \"replicated\"\n", "strategy = \"no-offload\"\n"] {
+        planned_as_taken(&format!("{common}gpus = 2\n{more}"), &frozen, &machine);
+    }
     for gpus in [2, 4] {
         for (shape, more) in [(&experts, ""), (&experts, "gradient-shares = 8\n")] {
             planned_as_taken(&format!("{common}gpus = {gpus}\n{more}"), shape, &machine);

@@ -90,6 +90,7 @@ impl Simulation {
             return Err(Error::usage("--digest: not available in simulate, which computes no state; use bench step"));
         }
         let settings = Settings::resolve_over(Settings::default(), train)?;
+        let shape = settings.freezing(shape)?;
         check_context(&settings, &shape, &model)?;
         let steps = Steps { warmup, timed: steps, clip };
         Ok(Self { settings, config: model.display().to_string(), shape, steps, profile })

@@ -129,9 +129,9 @@ pub(crate) struct Carrier {
 }
 
 impl Carrier {
-    /// The tensors beside the trained tensors in `weights`; `None` for a model that is text only.
+    /// The tensors beside the trained tensors in `weights`; `None` for a model that is text only and has no frozen tensors.
     pub(crate) fn of(weights: ModelWeights) -> Option<Self> {
-        weights.is_text_part().then(|| Self { source: CarriedSource::Model(Box::new(weights)), file: None })
+        weights.shape().carries_tensors().then(|| Self { source: CarriedSource::Model(Box::new(weights)), file: None })
     }
 
     /// The carried tensors of the checkpoint `loaded`; from the `weights` of the text part if the file is missing or damaged, or the checkpoint is one of
@@ -148,6 +148,34 @@ impl Carrier {
                 let file = CarriedFile::of(&loaded.manifest().run, loaded.dir())?;
                 weights().map(of_model(file)).map_err(|_| fault)
             }
+        }
+    }
+
+    /// The carried tensors of the checkpoint `loaded`, whose run has frozen tensors; from `weights`, which must have the same ones.
+    ///
+    /// # Errors
+    /// A checkpoint without a record of carried tensors; `weights` with other tensors, or that cannot be read.
+    pub(crate) fn frozen(loaded: &Loaded, weights: ModelWeights) -> Result<Self> {
+        let file = CarriedFile::of(&loaded.manifest().run, loaded.dir())?;
+        let file = file.ok_or_else(|| Error::format(loaded.manifest_path(), "has frozen tensors, and no record of their values"))?;
+        let (mut sum, mut bytes) = (Sha256::new(), 0);
+        weights.write_carried(|piece| {
+            sum.update(piece);
+            bytes += piece.len() as u64;
+            Ok(())
+        })?;
+        if file != (CarriedFile { bytes, sha256: hex(sum.finalize()) }) {
+            let cause = "its tensors that training does not change are not those of the checkpoint; use the model with which the run began";
+            return Err(Error::format(weights.dir(), cause));
+        }
+        Ok(Self { source: CarriedSource::Model(Box::new(weights)), file: Some(file) })
+    }
+
+    /// The weights of the model, if the carried tensors are read from it.
+    pub(crate) fn weights(&self) -> Option<&ModelWeights> {
+        match &self.source {
+            CarriedSource::Model(weights) => Some(weights),
+            CarriedSource::File(_) => None,
         }
     }
 

@@ -47,13 +47,13 @@ pub(crate) struct Exportable {
     /// Names and contents of its files, `config.json` among them.
     pub(crate) files: ModelFiles,
     pub(crate) shape: ModelShape,
-    /// Tensors that the source has beside the trained tensors, if the model is the text part of a multimodal one.
+    /// Tensors that the source has beside the trained tensors, if tensors are frozen or the model is the text part of a multimodal one.
     pub(crate) carried: Option<CarriedTensors>,
 }
 
 /// Writes a model directory: the files of `model`, and the weights that `read` gives, one tensor of the table at a time into a buffer of its
-/// length. The directory of a text part mirrors the source: names, order and configuration are those of the source, and carried tensors have
-/// the bytes of the source. The directory is written beside and renamed. Returns a warning about limits of the file system.
+/// length. The directory of a model with carried tensors mirrors the source: names, order and configuration are those of the source, and
+/// carried tensors have the bytes of the source. The directory is written beside and renamed. Returns a warning about limits of the file system.
 ///
 /// # Errors
 /// `out_dir` exists and is not an empty directory, or is a link; a `config.json` that is missing or not supported; carried tensors that are
@@ -68,8 +68,8 @@ pub(crate) fn export(
     let table = TensorTable::new(&model.shape);
     let (config, items) = match &model.carried {
         Some(carried) => (None, export_tensors::of_source(carried, &table, options.dtype)?),
-        None if model.shape.family.text_part().is_some() => {
-            return Err(Error::format(out_dir.join(CONFIG), "describes the text part of a model whose other tensors are not known"));
+        None if model.shape.carries_tensors() => {
+            return Err(Error::format(out_dir.join(CONFIG), "describes a model with tensors that are not trained and not known"));
         }
         None => {
             let mut config = Config::parse(&out_dir.join(CONFIG), model)?;
@@ -123,8 +123,7 @@ fn export_one(path: &Path, out_dir: &Path, options: Options) -> Result<Result<Wr
         Ok(opened) => opened,
         Err(fault) => return Ok(Err(fault)),
     };
-    let is_text_part = model.shape.family.text_part().is_some();
-    let carried = if is_text_part { carried::open(&loaded)? } else { None };
+    let carried = if model.shape.carries_tensors() { carried::open(&loaded)? } else { None };
     let model = Exportable { carried, ..model };
     let mut is_faulty = false;
     let written = export(out_dir, &model, options, |spec, out| loaded.read_params(&spec.name, out).inspect_err(|_| is_faulty = true));

@@ -23,6 +23,7 @@ mod export_dir;
 mod export_tensors;
 mod find;
 mod format;
+pub(crate) mod frozen;
 mod owned;
 mod part_files;
 pub(crate) mod parts;

@@ -1,6 +1,7 @@
 //! Reading a checkpoint: every returned byte was compared with its checksum.
 
 use super::format::{FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry};
+use super::frozen::frozen_names;
 use super::part_files::{PartFiles, start_of};
 use super::portions::{Portion, StatePiece, portions};
 use super::read_ahead::{self, PIECES, READERS};
@@ -107,7 +108,7 @@ impl Loaded {
         &self.manifest
     }
 
-    /// The shape that the checkpoint's `config.json` describes, with the output matrix apart from the embedding where the checkpoint has it.
+    /// The shape that the checkpoint's `config.json` describes, as the run trained it.
     ///
     /// # Errors
     /// Errors of [`ModelShape::read`].
@@ -115,9 +116,12 @@ impl Loaded {
         Ok(self.as_trained(ModelShape::read(&self.model_dir().join(CONFIG))?))
     }
 
-    /// `shape` of the model's configuration, with the output matrix apart from the embedding where the checkpoint has it.
+    /// `shape` of the model's configuration, with the frozen tensors of the run, and with the output matrix apart from the embedding where the
+    /// run had it.
     pub(crate) fn as_trained(&self, shape: ModelShape) -> ModelShape {
-        shape.untied_if(self.manifest.tensors.iter().any(|tensor| tensor.name == HEAD))
+        let frozen = frozen_names(&self.manifest.run);
+        let has_head = frozen.contains(HEAD) || self.manifest.tensors.iter().any(|tensor| tensor.name == HEAD);
+        ModelShape { frozen, ..shape.untied_if(has_head) }
     }
 
     /// Compares the tensor list with a model's: the same names and shapes in the same order.

@@ -150,7 +150,7 @@ const TABLE: &[(&str, AliasRule)] = &[
     ("finetuning-type", Words { known: &[("full", Holds)], other: Refused(ALL_PARAMETERS) }),
     ("adapter", Words { known: &[("", Holds)], other: Refused(ALL_PARAMETERS) }),
     ("quantization-*", Always(Refused(ALL_PARAMETERS))),
-    ("freeze-*", Switch { yes: Refused(ALL_PARAMETERS), no: Holds }),
+    ("freeze-*", Switch { yes: Refused("use --freeze REGEX, for the names of tensors in the model's files"), no: Holds }),
     ("template", Always(Refused("the model's own chat template is used; --chat-template FILE names another one"))),
     ("max-samples", Always(Refused("give a shorter file, or use --max-steps N"))),
     ("mask-history", Switch { yes: Set("train-on", "last"), no: Holds }),

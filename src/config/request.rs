@@ -5,7 +5,9 @@ use super::settings::Settings;
 use crate::data::rows::row_table::{RolloutRules, RowRules};
 use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
 use crate::dtype::Dtype;
+use crate::error::Result;
 use crate::model::activations::LossTile;
+use crate::model::freeze::FreezeRules;
 use crate::model::head_rows::HeadRows;
 use crate::model::shape::ModelShape;
 use crate::objective::{Objective, ObjectiveKind};
@@ -30,6 +32,14 @@ impl Settings {
             site: self.site(),
             wanted: self.wanted(),
         }
+    }
+
+    /// `shape` with the tensors frozen that these settings choose.
+    ///
+    /// # Errors
+    /// Errors of [`ModelShape::freezing`].
+    pub(crate) fn freezing(&self, shape: ModelShape) -> Result<ModelShape> {
+        shape.freezing(FreezeRules { freeze: &self.freeze, train_only: &self.train_only })
     }
 
     pub(super) fn kernels(&self) -> KernelChoices {

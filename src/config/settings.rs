@@ -302,6 +302,14 @@ settings! {
         /// Hugging Face directory, or a name on the hub: org/model(@revision).
         #[arg(value_name = "DIR|NAME")]
         model: PathBuf => "a small built-in model", Free, Inputs;
+        /// Tensors to freeze: a regular expression for names in the model's files; repeatable.
+        #[arg(value_name = "REGEX")]
+        #[serde(deserialize_with = "one_or_many")]
+        freeze: Vec<String> = Vec::new() => "none", Free, Inputs, unless "Vec::is_empty";
+        /// Tensors to train, all others are frozen: a regular expression for names; repeatable.
+        #[arg(value_name = "REGEX")]
+        #[serde(deserialize_with = "one_or_many")]
+        train_only: Vec<String> = Vec::new() => "all", Free, Inputs, unless "Vec::is_empty";
         /// Source of the initial weights.
         init: InitChoice = InitChoice::Random => "checkpoint with --model, else random", Free, Inputs;
     }

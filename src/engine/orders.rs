@@ -208,6 +208,7 @@ impl<D: Kernels + Peers> Engine<D> {
                 self.exchange.mail(0, &mut piece);
                 self.write_own(part, flat.start, &piece)
             }
+            Order::WriteFrozen => self.take_frozen([words[0], words[1]]),
             Order::Read => {
                 self.inject(FaultPhase::Read)?;
                 let (part, piece) = self.piece_of(words)?;
@@ -247,6 +248,18 @@ impl<D: Kernels + Peers> Engine<D> {
         Ok(ClipMemory::of(values))
     }
 
+    /// Writes weights of frozen tensors from the mail buffer: so many elements from the first one on.
+    ///
+    /// # Errors
+    /// `Resource` when there is no such range; errors of the device.
+    fn take_frozen(&mut self, words: [u64; 2]) -> Result<()> {
+        let flat = range_of(words, self.model.table.frozen_elems(), self.exchange.mail_words())
+            .ok_or_else(|| Error::resource("follow process 0", "it has other frozen tensors than this process"))?;
+        let mut piece = vec![0.0; flat.len()];
+        self.exchange.mail(0, &mut piece);
+        self.write_own_frozen(flat.start, &piece)
+    }
+
     /// Receives the micro-batches that rank 0 has sent to this rank.
     fn take_batches(&mut self) {
         for place in 0..self.plan.micro_batches_of_rank() {
@@ -261,11 +274,16 @@ impl<D: Kernels + Peers> Engine<D> {
 /// # Errors
 /// `Resource` when the part or the range does not exist, the range begins within a unit of the arrays, or the mail buffer is too small.
 fn piece_of([part, start, elems, ..]: OrderWords, arrays: StateArrays, all: usize, mail_words: usize) -> Result<(StatePart, Range<usize>)> {
-    let end = start.checked_add(elems).filter(|end| *end <= all as u64 && elems <= mail_words as u64);
-    let end = end.filter(|_| start.is_multiple_of(arrays.unit_elems() as u64));
+    let range = range_of([start, elems], all, mail_words).filter(|range| range.start.is_multiple_of(arrays.unit_elems()));
     let wrong =
         || Error::resource("follow process 0", format!("there is no part {part} of the state with {elems} elements from {start} on"));
-    arrays.part(part).zip(end).map(|(part, end)| (part, start as usize..end as usize)).ok_or_else(wrong)
+    arrays.part(part).zip(range).ok_or_else(wrong)
+}
+
+/// The range of `elems` elements from `start` on, if `all` elements have it and the mail buffer of `mail_words` words can carry it.
+fn range_of([start, elems]: [u64; 2], all: usize, mail_words: usize) -> Option<Range<usize>> {
+    let end = start.checked_add(elems).filter(|end| *end <= all as u64 && elems <= mail_words as u64)?;
+    Some(start as usize..end as usize)
 }
 
 #[cfg(test)]
@@ -289,9 +307,9 @@ mod tests {
         let int8 = |start| piece_of([1, start, 40, 0, 0, 0], Moments::Int8.arrays(), 256, 40).map_err(|e| e.to_string());
         assert_eq!(int8(128), Ok((StatePart::M, 128..168)));
         assert!(int8(130).unwrap_err().contains("40 elements from 130 on"), "groups are stored whole");
-        for number in [13, 255, 1 << 32, u64::MAX] {
+        for number in [14, 255, 1 << 32, u64::MAX] {
             assert_eq!(Order::of(number), None);
         }
-        assert_eq!((Order::of(0), Order::of(12)), (Some(Order::Step), Some(Order::EndSave)));
+        assert_eq!((Order::of(0), Order::of(13)), (Some(Order::Step), Some(Order::WriteFrozen)));
     }
 }

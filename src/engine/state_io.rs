@@ -1,6 +1,7 @@
 //! Reads and writes state and weights from outside, between steps.
 
 use super::executor::Engine;
+use super::memory::permanent::Memory;
 use super::protocol::order::Order;
 use super::protocol::route::Hop;
 use super::ranks::exchange::OrderWords;
@@ -51,6 +52,31 @@ impl<D: Kernels> Engine<D> {
             self.named(written)?;
         }
         Ok(())
+    }
+
+    /// Sets weights of frozen tensors from element `start` of their range on, rounded to the compute format.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    ///
+    /// # Panics
+    /// If the range exceeds that of frozen tensors.
+    pub fn write_frozen(&mut self, start: usize, source: &[f32]) -> Result<()> {
+        let piece_elems = self.mail_elems().min(source.len()).max(1);
+        for (at, piece) in (start..).step_by(piece_elems).zip(source.chunks(piece_elems)) {
+            self.await_done()?;
+            self.exchange.post(0, piece);
+            self.lead(Order::WriteFrozen, [at as u64, piece.len() as u64, 0, 0, 0, 0])?;
+            let written = self.write_own_frozen(at, piece);
+            self.named(written)?;
+        }
+        Ok(())
+    }
+
+    /// Like [`Engine::write_frozen`], for this rank only.
+    pub(super) fn write_own_frozen(&mut self, start: usize, source: &[f32]) -> Result<()> {
+        let Memory { frozen, bounce_buffer, .. } = &self.memory;
+        frozen.write((&mut self.dev, &mut self.host), bounce_buffer, start, source)
     }
 
     /// Elements of a piece of state that the mail buffer carries.

@@ -42,7 +42,7 @@ impl<D: Kernels> Engine<D> {
             let input = self.model.segment_input(self.first_layer(segment));
             self.scratch.boundaries.read(&mut self.dev, input)?;
             self.fetch_input_after(visit)?;
-        } else if self.model.shape.tied {
+        } else if self.model.shape.trains_tied_output() {
             self.scratch.boundaries.read(&mut self.dev, self.model.hidden_states())?;
             self.fetch_input_after(visit)?;
             self.wait_for_ring(Module::Embed, micro_batch)?;
@@ -97,13 +97,13 @@ impl<D: Kernels> Engine<D> {
             _ => return Ok(()),
         };
         // The first segment begins with the embedding, and needs the hidden states if the embedding is the output matrix.
-        if next.0 == 0 && !self.model.shape.tied { Ok(()) } else { self.scratch.boundaries.fetch(&mut self.dev, next) }
+        if next.0 == 0 && !self.model.shape.trains_tied_output() { Ok(()) } else { self.scratch.boundaries.fetch(&mut self.dev, next) }
     }
 
     /// The gradients that the head of the turn computes. A gradient is the sum of its parts in one order, whatever the segments: that of a
     /// tied embedding begins with the output matrix's, and the first segment computes both.
     pub(super) fn head_gradients(&self) -> HeadGradients {
-        if self.has_segments() && self.model.shape.tied { HeadGradients::Hidden } else { HeadGradients::All }
+        if self.has_segments() && self.model.shape.trains_tied_output() { HeadGradients::Hidden } else { HeadGradients::All }
     }
 
     /// Sends the hidden states of the head to the host, for the first segment.

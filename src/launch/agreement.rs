@@ -170,7 +170,8 @@ impl ProcessGroup {
         // Invalid numbers from a damaged process 0 must be an error here, not a panic in the planner.
         proposed.check().map_err(|e| Error::format("the proposal of process 0", e))?;
         let (launch, settings) = self.launcher(&proposed)?;
-        let plan = launch.plan(&settings, &shape.clone().untied_if(!proposal.tied), false)?;
+        let shape = settings.freezing(shape.clone().untied_if(!proposal.tied))?;
+        let plan = launch.plan(&settings, &shape, false)?;
         expect_alike(&self.links, &proposal.facts, &facts(&plan))?;
         Ok(Ok((launch, plan, proposal)))
     }

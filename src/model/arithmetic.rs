@@ -28,6 +28,8 @@ impl ModelShape {
             init_std: _,
             ignored_dropout: _,
             media_tokens: _,
+            // Checkpoints list frozen tensors.
+            frozen: _,
         } = self;
         let fields = [
             ("vocab_size", json!(vocab)),

@@ -32,13 +32,14 @@ struct ResidualGrads {
 impl Model {
     /// Runs the backward pass of `module` after all modules above it, which completes the module's gradients for this micro-step. The first
     /// micro-step overwrites gradients, later ones add to them. The backward pass of the head itself is part of [`Model::head`]; here the
-    /// head stands for the final norm.
+    /// head stands for the final norm. Below the lowest module with trained tensors there is nothing to compute.
     ///
     /// # Panics
     /// If the model has no such layer.
     pub(crate) fn backward<P: PassRunner>(&self, run: &mut P, module: Module, micro: MicroStep) -> Result<()> {
         let (act, first) = (&self.activations, micro.first);
         match module {
+            module if !self.table.runs_backward(module) => Ok(()),
             Module::Embed => self.backward_embed(run.dev(), first),
             Module::Layer(layer) => self.backward_layer(run, layer, micro),
             Module::Head => {
@@ -60,15 +61,15 @@ impl Model {
 
     /// The gradient of a tied embedding already holds the head's gradient, also in the first micro-step.
     fn backward_embed<D: Kernels>(&self, dev: &mut D, first: bool) -> Result<()> {
-        let act = &self.activations;
+        let (act, Some(dwte)) = (&self.activations, self.embed.wte.grad) else { return Ok(()) };
         scale(dev, act.dresidual, self.shape.embed_scale.on(act.dresidual.dtype()))?;
         dev.launch(EmbedBackward {
             tokens: act.tokens,
             positions: act.positions,
             dout: act.dresidual,
-            dwte: self.embed.wte.grad,
+            dwte,
             accumulate_wte: !first || self.shape.tied,
-            dwpe: self.embed.wpe.map(|p| p.grad),
+            dwpe: self.embed.wpe.and_then(|wpe| wpe.grad),
             accumulate_wpe: !first,
             channels: self.shape.channels,
         })

@@ -24,6 +24,7 @@ use crate::disk;
 use crate::error::{Error, Result};
 use keys::{INDEX_MAX, Keys, SIZE_MAX};
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::path::Path;
 
 const LAYERS_MAX: usize = 4096;
@@ -133,6 +134,7 @@ fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
         init_std: keys.number("initializer_range", Some(0.02), 0.0, 100.0)? as f32,
         ignored_dropout: keys.dropout()?,
         media_tokens: Vec::new(),
+        frozen: BTreeSet::new(),
     })
 }
 

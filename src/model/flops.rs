@@ -1,9 +1,9 @@
 //! FLOPs of a model: the numerator of every reported FLOP/s.
 
 use super::head_rows::HeadRows;
-use super::layer_shape::Attn;
+use super::layer_shape::{Attn, LayerShape};
 use super::shape::ModelShape;
-use super::tensors::TensorTable;
+use super::tensors::{Module, TensorTable};
 use std::collections::BTreeMap;
 
 /// The formula of [`ModelShape::flops_per_step`].
@@ -12,16 +12,24 @@ pub(crate) const FLOPS_FORMULA: &str = "6*N*T + 6*sum_l(heads*head_dim*S_l)*T; N
 /// The formula where the head computes trained rows alone.
 const FLOPS_FORMULA_OF_TRAINED_ROWS: &str = "6*N*T + 6*V*C*T_trained + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters without the output matrix [V, C], T tokens, T_trained trained tokens, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule): causal, no recompute";
 
-/// The formula of a run's FLOPs.
-pub(crate) fn flops_formula(head_rows: HeadRows) -> &'static str {
-    match head_rows {
-        HeadRows::All => FLOPS_FORMULA,
-        HeadRows::Trained => FLOPS_FORMULA_OF_TRAINED_ROWS,
+/// The formula where tensors are frozen.
+const FLOPS_FORMULA_OF_FROZEN: &str = "2*(N + N_passed + N_trained)*T + sum_l(p_l*heads*head_dim*S_l)*T; N matrix parameters with the output matrix, N_passed of them not below the lowest trained tensor, N_trained of them trained, T tokens, p_l 6 or below the lowest trained tensor 2, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule): causal, no recompute";
+
+/// The formula where tensors are frozen and the head computes trained rows alone.
+const FLOPS_FORMULA_OF_FROZEN_AND_TRAINED_ROWS: &str = "2*(N + N_passed + N_trained)*T + p*V*C*T_trained + sum_l(p_l*heads*head_dim*S_l)*T; N matrix parameters without the output matrix [V, C], N_passed of them not below the lowest trained tensor, N_trained of them trained, T tokens, T_trained trained tokens, p 6 or with a frozen output matrix 4, p_l 6 or below the lowest trained tensor 2, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule): causal, no recompute";
+
+/// The formula of the FLOPs of a run of `shape`.
+pub(crate) fn flops_formula(shape: &ModelShape, head_rows: HeadRows) -> &'static str {
+    match (head_rows, shape.frozen.is_empty()) {
+        (HeadRows::All, true) => FLOPS_FORMULA,
+        (HeadRows::Trained, true) => FLOPS_FORMULA_OF_TRAINED_ROWS,
+        (HeadRows::All, false) => FLOPS_FORMULA_OF_FROZEN,
+        (HeadRows::Trained, false) => FLOPS_FORMULA_OF_FROZEN_AND_TRAINED_ROWS,
     }
 }
 
 impl ModelShape {
-    /// Model FLOPs of one optimizer step over `sequences` sequences of `seq_length` tokens, forward and backward, by [`FLOPS_FORMULA`].
+    /// Model FLOPs of one optimizer step over `sequences` sequences of `seq_length` tokens, forward and backward, by [`flops_formula`].
     /// Recomputation, norms, activations and the optimizer do not count.
     pub fn flops_per_step(&self, sequences: usize, seq_length: usize) -> f64 {
         self.flops_of(&[(seq_length, sequences)].into())
@@ -29,14 +37,15 @@ impl ModelShape {
 
     /// As [`Self::flops_per_step`], for documents given as the count of each length in tokens. Attention does not cross documents.
     pub(crate) fn flops_of(&self, documents: &BTreeMap<usize, usize>) -> f64 {
-        let matmul_params = TensorTable::new(self).matmul_params() as f64;
-        let flops = |(&length, &count): (&usize, &usize)| 6.0 * matmul_params * (count * length) as f64;
+        let multiplied = 2.0 * TensorTable::new(self).multiplied_params().iter().sum::<usize>() as f64;
+        let flops = |(&length, &count): (&usize, &usize)| multiplied * (count * length) as f64;
         documents.iter().map(flops).sum::<f64>() + self.attention_flops_of(documents)
     }
 
     /// Model FLOPs of the output matrix for a token, forward and backward.
     pub(crate) fn output_flops(&self) -> f64 {
-        6.0 * self.vocab as f64 * self.channels as f64
+        let passes = if self.trains_output() { 6.0 } else { 4.0 };
+        passes * self.vocab as f64 * self.channels as f64
     }
 
     /// Attention's part of [`Self::flops_of`].
@@ -47,10 +56,13 @@ impl ModelShape {
             Some(w) if w < s => 2.0 * w - w * w / s,
             _ => s,
         };
+        let table = TensorTable::new(self);
+        let shares: Vec<f64> =
+            (0..self.layers.len()).map(|layer| if table.runs_backward(Module::Layer(layer)) { 1.0 } else { 1.0 / 3.0 }).collect();
         let flops = |(&length, &count): (&usize, &usize)| {
             let (tokens, s) = (count as f64 * length as f64, length as f64);
-            let attention: f64 = self.layers.iter().map(|layer| attended(&layer.attn, s) * layer.attn.out_cols() as f64).sum();
-            6.0 * tokens * attention
+            let attention = |(layer, share): (&LayerShape, &f64)| share * attended(&layer.attn, s) * layer.attn.out_cols() as f64;
+            6.0 * tokens * self.layers.iter().zip(&shares).map(attention).sum::<f64>()
         };
         documents.iter().map(flops).sum()
     }

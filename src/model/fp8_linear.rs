@@ -3,7 +3,7 @@
 use super::Model;
 use super::activation_arrays::LayerActivations;
 use super::fp8::{self, Fp8Linear, Fp8Work, LastWriter};
-use super::params::{LayerParams, LinearParams};
+use super::params::{LayerParams, LinearParams, MatrixParam};
 use super::shape::ModelShape;
 use super::tensors::Module;
 use crate::device::{AbsMaxScale, DeviceSlice, Kernels, Quantize, ScaleCell, ScaledMatmul, Zero};
@@ -67,7 +67,7 @@ impl Fp8Linear {
         multiply(dev, [Scaled(a, x_cell.scale), Scaled(b, weight_cell.scale)], cols, (bias, base), out)
     }
 
-    /// `dx = dout * weight` and `dweight = dout^T * x`; `add` and `accumulate` add to the present values.
+    /// `dx = dout * weight` and, unless the weight is frozen, `dweight = dout^T * x`; `add` and `accumulate` add to the present values.
     pub(super) fn backward<D: Kernels>(
         &self,
         dev: &mut D,
@@ -76,13 +76,15 @@ impl Fp8Linear {
         (dx, add): (DeviceSlice, bool),
         accumulate: bool,
     ) -> Result<()> {
-        let (weight, dweight, ins, outs) = (params.weight.value, params.weight.grad, params.in_cols, params.out_cols);
+        let (MatrixParam { value: weight, grad: dweight }, ins, outs) = (params.weight, params.in_cols, params.out_cols);
         let (tokens, ScaleCell { scale, format }) = (x.elems() / ins, self.gradient());
         find_unless_found(dev, dout, self.gradient(), self.writers[1])?;
         let [rows, columns] = [self.work.rows, self.work.transposed].map(|work| work.view(0, dout.elems(), format));
-        dev.launch(Quantize { x: dout, scale, out: Some(rows), transposed: Some(columns), cols: outs })?;
+        let transposed = dweight.map(|_| columns);
+        dev.launch(Quantize { x: dout, scale, out: Some(rows), transposed, cols: outs })?;
         let weight = self.transposed(dev, weight, self.weight(), ins)?;
         multiply(dev, [Scaled(rows, scale), weight], outs, (None, add.then_some(dx)), dx)?;
+        let Some(dweight) = dweight else { return Ok(()) };
         let x = self.kept.map_or_else(|| self.transposed(dev, x, self.input(), ins), |kept| Ok(Scaled(kept, self.input().scale)))?;
         multiply(dev, [Scaled(columns, scale), x], tokens, (None, accumulate.then_some(dweight)), dweight)
     }

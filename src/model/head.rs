@@ -14,6 +14,7 @@
 use super::Model;
 use super::activation_arrays::{HeadRowsWork, LossWork, ObjectiveWork};
 use super::head_rows;
+use super::linear::weight_product;
 use super::params::LinearParams;
 use super::tensors::Module;
 use crate::device::{
@@ -251,7 +252,7 @@ impl Model {
         dev.launch(Matmul::plain(shape, [dlogits, output.weight.value, rows.dhidden]).onto_itself(tile.start != 0))
     }
 
-    /// Computes the tile's rows of the gradient of the output matrix.
+    /// Computes the tile's rows of the gradient of the output matrix, unless it is frozen.
     fn matrix_gradient<D: Kernels>(
         &self,
         dev: &mut D,
@@ -262,7 +263,7 @@ impl Model {
     ) -> Result<()> {
         let output = self.output_tile(tile);
         let shape = MatmulShape { layout: MatmulLayout::Tn, m: tile.len(), n: output.in_cols, k: rows.count };
-        dev.launch(Matmul::plain(shape, [dlogits, rows.hidden, output.weight.grad]).onto_itself(accumulate))
+        weight_product(dev, shape, [dlogits, rows.hidden], output.weight, accumulate)
     }
 
     fn logits_tile<D: Kernels>(&self, dev: &mut D, rows: Rows, tile: &Range<usize>) -> Result<DeviceSlice> {
@@ -280,11 +281,8 @@ impl Model {
     /// The rows of the output matrix for the tokens of `tile`.
     fn output_tile(&self, tile: &Range<usize>) -> LinearParams {
         let output = self.head.output;
-        let mut part = LinearParams { out_cols: tile.len(), ..output };
         let (start, elems) = (tile.start * output.in_cols, tile.len() * output.in_cols);
-        part.weight.value = output.weight.value.slice(start, elems);
-        part.weight.grad = output.weight.grad.slice(start, elems);
-        part
+        LinearParams { out_cols: tile.len(), weight: output.weight.slice(start, elems), ..output }
     }
 
     fn tiles(&self) -> impl Iterator<Item = Range<usize>> + use<> {

@@ -28,15 +28,31 @@ pub fn init_tensor(spec: &TensorSpec, seed: u64, out: &mut [f32]) {
 /// # Panics
 /// If `start` is odd, or `out` exceeds the flat range.
 pub(crate) fn init_flat(table: &TensorTable, seed: u64, start: usize, out: &mut [f32], threads: usize) -> Result<()> {
+    init_specs((table.specs(), table.flat_elems()), seed, start, out, threads)
+}
+
+/// As [`init_flat`], for the range of frozen tensors.
+///
+/// # Errors
+/// As [`init_flat`].
+///
+/// # Panics
+/// As [`init_flat`].
+pub(crate) fn init_frozen(table: &TensorTable, seed: u64, start: usize, out: &mut [f32], threads: usize) -> Result<()> {
+    init_specs((table.frozen(), table.frozen_elems()), seed, start, out, threads)
+}
+
+/// Fills `out` from element `start` of the range of `specs` on, which has `all` elements.
+fn init_specs((specs, all): (&[TensorSpec], usize), seed: u64, start: usize, out: &mut [f32], threads: usize) -> Result<()> {
     assert!(
-        start.is_multiple_of(2) && start + out.len() <= table.flat_elems(),
+        start.is_multiple_of(2) && start + out.len() <= all,
         "elements {start} to {}: the start is odd, or the end is outside the table",
         start + out.len()
     );
     let part_elems = out.len().div_ceil(threads.max(1)).max(1).next_multiple_of(PART_ELEMS);
     std::thread::scope(|scope| {
         for (i, out) in out.chunks_mut(part_elems).enumerate() {
-            let fill = move || init_range(table, seed, start + i * part_elems, out);
+            let fill = move || init_range(specs, seed, start + i * part_elems, out);
             let spawned = std::thread::Builder::new().name(format!("init-{i:02}")).spawn_scoped(scope, fill);
             spawned.map_err(|e| Error::resource(format!("start initialisation thread {i}"), e))?;
         }
@@ -44,10 +60,10 @@ pub(crate) fn init_flat(table: &TensorTable, seed: u64, start: usize, out: &mut 
     })
 }
 
-fn init_range(table: &TensorTable, seed: u64, start: usize, out: &mut [f32]) {
+fn init_range(specs: &[TensorSpec], seed: u64, start: usize, out: &mut [f32]) {
     let end = start + out.len();
     out.fill(0.0);
-    for spec in table.specs() {
+    for spec in specs {
         let part = spec.offset_elems.max(start)..spec.range().end.min(end);
         if !part.is_empty() {
             init_part(spec, seed, part.start - spec.offset_elems, &mut out[part.start - start..part.end - start]);

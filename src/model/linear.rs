@@ -1,6 +1,6 @@
 //! Linear layers: the product of the forward pass and its gradients.
 
-use super::params::LinearParams;
+use super::params::{LinearParams, MatrixParam};
 use crate::device::{BiasBackward, DeviceSlice, Kernels, Matmul, MatmulLayout, MatmulShape};
 use crate::error::Result;
 
@@ -60,5 +60,17 @@ fn products_backward<D: Kernels>(
     let to_input = MatmulShape { layout: MatmulLayout::Nn, m: rows, n: in_cols, k: out_cols };
     let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: out_cols, n: in_cols, k: rows };
     dev.launch(Matmul::plain(to_input, [dout, params.weight.value, dx]).onto_itself(add))?;
-    dev.launch(Matmul::plain(to_weight, [dout, x, params.weight.grad]).onto_itself(accumulate))
+    weight_product(dev, to_weight, [dout, x], params.weight, accumulate)
+}
+
+/// The gradient `dout^T * x` of a matrix, unless it is frozen.
+pub(super) fn weight_product<D: Kernels>(
+    dev: &mut D,
+    shape: MatmulShape,
+    [dout, x]: [DeviceSlice; 2],
+    weight: MatrixParam,
+    accumulate: bool,
+) -> Result<()> {
+    let Some(grad) = weight.grad else { return Ok(()) };
+    dev.launch(Matmul::plain(shape, [dout, x, grad]).onto_itself(accumulate))
 }

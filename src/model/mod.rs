@@ -18,6 +18,7 @@ pub(crate) mod flops;
 mod forward;
 pub(crate) mod fp8;
 mod fp8_linear;
+pub(crate) mod freeze;
 mod head;
 pub(crate) mod head_rows;
 pub(crate) mod heads;
@@ -47,7 +48,7 @@ pub(crate) mod weights;
 
 use crate::device::{DeviceSlice, Embed, Kernels, Stream};
 use crate::dtype::Dtype;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
 use activation_arrays::Activations;
 use params::{EmbedParams, HeadParams, LayerParams};
@@ -56,6 +57,7 @@ use std::ops::Range;
 use tensors::TensorTable;
 
 pub(crate) use head::{HeadGradients, MicroStep};
+pub(crate) use params::ParamMemory;
 
 /// A model on a device: its weights, its gradients and the memory of one micro-batch. Names and offsets are resolved at construction; the
 /// passes only enqueue kernels and allocate nothing.
@@ -67,7 +69,7 @@ pub(crate) struct Model {
     pub shape: ModelShape,
     /// Position of each tensor in `weights` and `grads`.
     pub table: TensorTable,
-    /// Flat weights in the compute format, `[table.flat_elems()]`.
+    /// Flat weights of trained tensors in the compute format, `[table.flat_elems()]`.
     pub weights: DeviceSlice,
     /// Flat gradients in the compute format, `[table.flat_elems()]`; padding is never written.
     pub grads: DeviceSlice,
@@ -79,26 +81,20 @@ pub(crate) struct Model {
 }
 
 impl Model {
-    /// A model of `shape` over flat `weights` and `grads`, both `[flat_elems]` in the dtype of `activations`.
+    /// A model of `shape` with the parameters in `memory`, in the dtype of `activations`.
     ///
     /// # Errors
     /// `Usage` when a length or dtype does not fit.
-    pub(crate) fn new(shape: ModelShape, weights: DeviceSlice, grads: DeviceSlice, activations: Activations) -> Result<Self> {
+    pub(crate) fn new(shape: ModelShape, memory: ParamMemory, activations: Activations) -> Result<Self> {
         let table = TensorTable::new(&shape);
-        for (name, slice) in [("weights", weights), ("gradients", grads)] {
-            let dtype = activations.final_norm_in.dtype();
-            if slice.elems() != table.flat_elems() || slice.dtype() != dtype {
-                let (have, want) = (slice.elems(), table.flat_elems());
-                return Err(Error::usage(format_args!("model {name}: {have} of {}, expected {want} of {dtype}", slice.dtype())));
-            }
-        }
-        let flat = params::Flat { table: &table, weights, grads };
+        memory.check(&table, activations.final_norm_in.dtype())?;
+        let flat = params::Flat { table: &table, memory };
         let embed = flat.embed();
         let mut layers: Vec<_> = (0..shape.layers.len()).map(|layer| flat.layer(layer)).collect();
         if let Some(work) = activations.fp8 {
             fp8_linear::give(work, &shape, &activations.layers, &mut layers);
         }
-        let head = flat.head();
+        let (head, ParamMemory { weights, grads, .. }) = (flat.head(), memory);
         Ok(Self { shape, table, weights, grads, activations, embed, layers, head })
     }
 
@@ -128,7 +124,8 @@ impl Model {
         let (count, channels) = (ids.bytes() / 4, self.shape.channels);
         let (rows, out) = (self.row_ids(0..count), self.packed_rows(&(0..count * channels)));
         dev.copy_h2d(Stream::Compute, ids, rows)?;
-        dev.launch(Embed { tokens: rows, positions: rows, wte: self.embed.wte.grad, wpe: None, out, channels })
+        let wte = self.embed.wte.grad.expect("rows of a trained embedding leave early");
+        dev.launch(Embed { tokens: rows, positions: rows, wte, wpe: None, out, channels })
     }
 
     /// A range of the packed rows.

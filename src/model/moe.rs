@@ -9,6 +9,7 @@ use super::activation_arrays::{Activations, ExpertWork, LayerActivations, Routed
 use super::expert_bounds::bounds_of;
 use super::head::MicroStep;
 use super::layer_shape::Moe;
+use super::linear::weight_product;
 use super::params::{LayerParams, LinearParams, Param};
 use super::shared_expert::SharedExpert;
 use crate::device::{
@@ -118,9 +119,9 @@ impl MoeLayer<'_> {
         self.product(dev, MatmulLayout::Nn, mlp_out, [rows, mlp_out.weight.value, dinner], false)?;
         self.activation_backward(dev, dinner, dfused)?;
         self.bias_out_backward(dev, rows, first)?;
-        self.product(dev, MatmulLayout::Tn, mlp_out, [rows, act, mlp_out.weight.grad], !first)?;
+        self.weight_product(dev, mlp_out, [rows, act], !first)?;
         self.dispatch(dev, self.act.mlp_norm.out)?;
-        self.product(dev, MatmulLayout::Tn, mlp_in, [dfused, rows, mlp_in.weight.grad], !first)?;
+        self.weight_product(dev, mlp_in, [dfused, rows], !first)?;
         let (RoutedActivations { entries, bounds, .. }, accumulate, cols) = (self.kept, !first, 2 * self.moe.ffn.width);
         mlp_in.bias.map_or(Ok(()), |Param { grad: out, .. }| {
             dev.launch(SegmentSums { x: dfused, weights: None, entries, bounds, out, accumulate, cols })
@@ -164,7 +165,7 @@ impl MoeLayer<'_> {
         let to_input = MatmulShape { layout: MatmulLayout::Nn, m: shape.tokens, n: in_cols, k: out_cols };
         let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: out_cols, n: in_cols, k: shape.tokens };
         dev.launch(Matmul::plain(to_input, [dlogits, weight.value, dnorm]).onto_itself(true))?;
-        dev.launch(Matmul::plain(to_weight, [dlogits, self.act.mlp_norm.out, weight.grad]).onto_itself(!first))?;
+        weight_product(dev, to_weight, [dlogits, self.act.mlp_norm.out], weight, !first)?;
         if let Some(bias) = bias { dev.launch(BiasBackward { dout: dlogits, dbias: bias.grad, accumulate: !first }) } else { Ok(()) }
     }
 
@@ -183,6 +184,12 @@ impl MoeLayer<'_> {
     /// Copies each row from its token.
     fn dispatch<D: Kernels>(&self, dev: &mut D, x: DeviceSlice) -> Result<()> {
         dev.launch(Dispatch { x, slots: self.kept.slots, out: self.work.rows, cols: self.params.mlp_in.in_cols })
+    }
+
+    /// The gradient of the experts' matrices, unless they are frozen.
+    fn weight_product<D: Kernels>(&self, dev: &mut D, params: &LinearParams, [dout, x]: [DeviceSlice; 2], accumulate: bool) -> Result<()> {
+        let Some(grad) = params.weight.grad else { return Ok(()) };
+        self.product(dev, MatmulLayout::Tn, params, [dout, x, grad], accumulate)
     }
 
     fn product<D: Kernels>(

@@ -3,18 +3,37 @@
 use super::fp8::{Fp8Linear, LastWriter};
 use super::tensors::{Module, Role, TensorSpec, TensorTable};
 use crate::device::{DeviceSlice, ScaleCell};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
 use std::ops::Range;
 
+/// A vector, or a small matrix whose gradient is not a product.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Param {
     pub value: DeviceSlice,
+    /// The gradient; memory that nothing reads if the tensor is frozen.
     pub grad: DeviceSlice,
+}
+
+/// A matrix of products, or an embedding.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MatrixParam {
+    pub value: DeviceSlice,
+    /// The gradient; `None` if the matrix is frozen.
+    pub grad: Option<DeviceSlice>,
+}
+
+impl MatrixParam {
+    /// A range of the elements.
+    pub(super) fn slice(self, start: usize, elems: usize) -> Self {
+        Self { value: self.value.slice(start, elems), grad: self.grad.map(|grad| grad.slice(start, elems)) }
+    }
 }
 
 /// A linear layer: weight `[out_cols, in_cols]`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LinearParams {
-    pub weight: Param,
+    pub weight: MatrixParam,
     pub bias: Option<Param>,
     pub out_cols: usize,
     pub(crate) in_cols: usize,
@@ -37,9 +56,8 @@ impl LinearParams {
 impl LinearParams {
     /// Only these rows of the weight, for a layer without bias.
     fn rows(&self, rows: Range<usize>) -> Self {
-        let slice = |all: DeviceSlice| all.slice(rows.start * self.in_cols, rows.len() * self.in_cols);
-        let Param { value, grad } = self.weight;
-        Self { weight: Param { value: slice(value), grad: slice(grad) }, out_cols: rows.len(), ..*self }
+        let weight = self.weight.slice(rows.start * self.in_cols, rows.len() * self.in_cols);
+        Self { weight, out_cols: rows.len(), ..*self }
     }
 }
 
@@ -52,8 +70,8 @@ pub(super) struct NormParams {
 
 #[derive(Debug)]
 pub(super) struct EmbedParams {
-    pub wte: Param,
-    pub wpe: Option<Param>,
+    pub wte: MatrixParam,
+    pub wpe: Option<MatrixParam>,
 }
 
 #[derive(Debug)]
@@ -108,16 +126,48 @@ pub(super) struct HeadParams {
     pub output: LinearParams,
 }
 
-/// The flat ranges of all parameters.
+/// The memory of a model's parameters, all of it in the compute format.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ParamMemory {
+    /// Flat weights of trained tensors, `[table.flat_elems()]`.
+    pub(crate) weights: DeviceSlice,
+    /// Flat gradients, `[table.flat_elems()]`.
+    pub(crate) grads: DeviceSlice,
+    /// Weights of frozen tensors, `[table.frozen_elems()]`.
+    pub(crate) frozen: DeviceSlice,
+    /// Memory for gradients that nothing reads, `[table.unused_grad_elems()]`.
+    pub(crate) unused_grads: DeviceSlice,
+}
+
+impl ParamMemory {
+    /// Checks the lengths for `table`, and that all formats are `dtype`.
+    pub(super) fn check(&self, table: &TensorTable, dtype: Dtype) -> Result<()> {
+        let flat = table.flat_elems();
+        let all = [
+            ("weights", self.weights, flat),
+            ("gradients", self.grads, flat),
+            ("frozen weights", self.frozen, table.frozen_elems()),
+            ("unused gradients", self.unused_grads, table.unused_grad_elems()),
+        ];
+        match all.into_iter().find(|(_, slice, want)| slice.elems() != *want || slice.dtype() != dtype) {
+            None => Ok(()),
+            Some((name, slice, want)) => {
+                Err(Error::usage(format_args!("model {name}: {} of {}, expected {want} of {dtype}", slice.elems(), slice.dtype())))
+            }
+        }
+    }
+}
+
+/// The memory of all parameters, by the ranges of a table.
 pub(super) struct Flat<'a> {
     pub table: &'a TensorTable,
-    pub weights: DeviceSlice,
-    pub grads: DeviceSlice,
+    pub memory: ParamMemory,
 }
 
 impl Flat<'_> {
     pub(super) fn embed(&self) -> EmbedParams {
-        EmbedParams { wte: self.expect(Module::Embed, Role::Wte), wpe: self.find(Module::Embed, Role::Wpe) }
+        let wpe = self.table.find(Module::Embed, Role::Wpe).map(|spec| self.matrix(spec));
+        EmbedParams { wte: self.matrix(self.spec(Module::Embed, Role::Wte)), wpe }
     }
 
     pub(super) fn layer(&self, layer: usize) -> LayerParams {
@@ -187,7 +237,7 @@ impl Flat<'_> {
     fn linear(&self, module: Module, weight: Role, bias: Option<Role>) -> LinearParams {
         let spec = self.spec(module, weight);
         LinearParams {
-            weight: self.slice(spec),
+            weight: self.matrix(spec),
             bias: bias.and_then(|role| self.find(module, role)),
             out_cols: spec.shape[0],
             in_cols: spec.row_elems(),
@@ -212,7 +262,23 @@ impl Flat<'_> {
     }
 
     fn slice(&self, spec: &TensorSpec) -> Param {
-        let (start, elems) = (spec.offset_elems, spec.elems());
-        Param { value: self.weights.slice(start, elems), grad: self.grads.slice(start, elems) }
+        let unused = || {
+            let place = self.table.unused_grad(spec);
+            self.memory.unused_grads.slice(place.start, place.len())
+        };
+        Param { value: self.value(spec), grad: self.grad(spec).unwrap_or_else(unused) }
+    }
+
+    fn matrix(&self, spec: &TensorSpec) -> MatrixParam {
+        MatrixParam { value: self.value(spec), grad: self.grad(spec) }
+    }
+
+    fn value(&self, spec: &TensorSpec) -> DeviceSlice {
+        let range = if spec.frozen { self.memory.frozen } else { self.memory.weights };
+        range.slice(spec.offset_elems, spec.elems())
+    }
+
+    fn grad(&self, spec: &TensorSpec) -> Option<DeviceSlice> {
+        (!spec.frozen).then(|| self.memory.grads.slice(spec.offset_elems, spec.elems()))
     }
 }

@@ -6,6 +6,7 @@ use super::layer_shape::{Attn, LayerShape, NormSpec};
 use crate::data::encode::media_token::MediaToken;
 use crate::device::{AttentionShape, DeltaShape};
 use crate::dtype::Dtype;
+use std::collections::BTreeSet;
 
 /// Factor on embeddings.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -125,6 +126,8 @@ pub struct ModelShape {
     pub(crate) ignored_dropout: Vec<String>,
     /// Tokens that stand for images, sound or video, which the text part alone does not process.
     pub(crate) media_tokens: Vec<MediaToken>,
+    /// Names in the table of the tensors that training leaves as they are.
+    pub frozen: BTreeSet<String>,
 }
 
 impl ModelShape {
@@ -205,7 +208,17 @@ impl ModelShape {
 
     /// This model with another number of layers: its first layers, repeated if necessary.
     pub fn with_layers(&self, layers: usize) -> Self {
-        Self { layers: self.layers.iter().copied().cycle().take(layers).collect(), ..self.clone() }
+        let frozen = self.frozen.iter().flat_map(|name| self.repeated(name, layers)).collect();
+        Self { layers: self.layers.iter().copied().cycle().take(layers).collect(), frozen, ..self.clone() }
+    }
+
+    /// The names of the tensor `name` in a model with `layers` of these layers in a cycle.
+    fn repeated(&self, name: &str, layers: usize) -> Vec<String> {
+        let of_layer = name.strip_prefix("layers.").and_then(|rest| rest.split_once('.'));
+        match of_layer.and_then(|(layer, rest)| Some((layer.parse::<usize>().ok()?, rest))) {
+            Some((layer, rest)) => (layer..layers).step_by(self.layers.len()).map(|layer| format!("layers.{layer}.{rest}")).collect(),
+            None => vec![name.to_string()],
+        }
     }
 }
 

@@ -5,7 +5,7 @@
 
 use super::Model;
 use super::activation_arrays::{Activations, GateWork, SharedWork};
-use super::linear::{Input, linear, linear_backward};
+use super::linear::{Input, linear, linear_backward, weight_product};
 use super::params::{LinearParams, SharedParams};
 use crate::device::{
     Combine, DeviceSlice, ExpertActivation, ExpertBackward, Kernels, Matmul, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward,
@@ -82,7 +82,7 @@ impl SharedExpert<'_> {
                 let weighted = act;
                 dev.launch(ExpertBackward { da: dact, gate_up, weights, entries, dgate_up, weighted, dweights, activation, cols: width })?;
                 let to_weight = shape(MatmulLayout::Tn, channels, width, tokens);
-                dev.launch(Matmul::plain(to_weight, [*dout, weighted, mlp_out.weight.grad]).onto_itself(!first))?;
+                weight_product(dev, to_weight, [*dout, weighted], mlp_out.weight, !first)?;
             }
         }
         linear_backward(dev, &self.params.mlp_in, self.x, dgate_up, Input::Added(*dx), first)?;
@@ -117,6 +117,6 @@ impl SharedExpert<'_> {
         let to_input = MatmulShape { layout: MatmulLayout::Nn, m: tokens, n: channels, k: 1 };
         let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: 1, n: channels, k: tokens };
         dev.launch(Matmul::plain(to_input, [dlogits, gate.weight.value, dx]).onto_itself(true))?;
-        dev.launch(Matmul::plain(to_weight, [dlogits, self.x, gate.weight.grad]).onto_itself(!first))
+        weight_product(dev, to_weight, [dlogits, self.x], gate.weight, !first)
     }
 }

@@ -2,8 +2,12 @@
 //!
 //! Weights, gradients, fp32 parameters and both moments use the same offsets. Tensors are ordered as their gradients become final, so that
 //! a contiguous bucket is complete early: [`Module::Head`], the last layer down to layer 0, [`Module::Embed`].
+//!
+//! Frozen tensors have only weights. They lie in a range of their own, in the same order.
 
+mod counts;
 mod delta;
+mod frozen;
 mod interleaved;
 
 use self::interleaved::Interleaved;
@@ -114,7 +118,7 @@ pub enum Role {
 }
 
 impl Role {
-    fn name(self, gated: bool) -> &'static str {
+    pub(super) fn name(self, gated: bool) -> &'static str {
         match (self, gated) {
             (Self::Wte, _) => "wte",
             (Self::Wpe, _) => "wpe",
@@ -225,7 +229,7 @@ impl HfPart {
 /// One tensor of the flat range.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorSpec {
-    /// Index in the table, which is also the random stream of its initialisation.
+    /// Index among all tensors of the model, which is also the random stream of its initialisation.
     pub index: usize,
     /// Name in this program: `layers.3.attn.qkv`.
     pub name: String,
@@ -234,8 +238,10 @@ pub struct TensorSpec {
     pub module: Module,
     /// `[out, in]` row-major, or `[n]`.
     pub shape: Vec<usize>,
-    /// First element in the flat range; a multiple of [`TENSOR_ALIGN_ELEMS`].
+    /// First element in the flat range, or in the range of frozen tensors; a multiple of [`TENSOR_ALIGN_ELEMS`].
     pub offset_elems: usize,
+    /// Whether training leaves the tensor as it is.
+    pub frozen: bool,
     /// Number of experts in the tensor, and number of experts for each token; 1 and 1 without experts.
     pub(crate) experts: (usize, usize),
     /// Whether weight decay applies: matrices, embeddings and, as in the Hugging Face Trainer, sinks; not norms and biases.
@@ -254,7 +260,7 @@ impl TensorSpec {
         self.shape.iter().product()
     }
 
-    /// Range in the flat range, without padding.
+    /// Range in the flat range, or in the range of frozen tensors, without padding.
     pub fn range(&self) -> Range<usize> {
         self.offset_elems..self.offset_elems + self.elems()
     }
@@ -262,6 +268,11 @@ impl TensorSpec {
     /// Leading rows of gates in a projection to queries, keys and values; 0 without gates.
     pub(super) fn gate_rows(&self) -> usize {
         self.files.iter().filter_map(|file| file.interleaved.map(|order| order.gate_rows(file.rows))).sum()
+    }
+
+    /// Elements in the products of a token: all, or those of the experts that it uses.
+    fn multiplied_elems(&self) -> usize {
+        self.elems() / self.experts.0 * self.experts.1
     }
 
     /// Elements of one row: 1 for vectors.
@@ -306,6 +317,7 @@ impl TensorSpec {
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorTable {
     specs: Vec<TensorSpec>,
+    frozen: Vec<TensorSpec>,
     /// First element of every module in backward order, then the end.
     module_starts: Vec<usize>,
     /// Elements of the longest module that a ring may hold, and of the longest pair of such modules in flat order.
@@ -315,7 +327,7 @@ pub struct TensorTable {
 impl TensorTable {
     /// The table of `shape`.
     pub fn new(shape: &ModelShape) -> Self {
-        let mut builder = TableBuilder { shape, names: shape.family.spec().names, specs: Vec::new(), end: 0 };
+        let mut builder = TableBuilder { shape, names: shape.family.spec().names, specs: Vec::new(), end: 0, frozen_end: 0 };
         let mut module_starts = vec![0];
         builder.head();
         module_starts.push(builder.end);
@@ -326,7 +338,8 @@ impl TensorTable {
         builder.embed();
         module_starts.push(builder.end.next_multiple_of(FLAT_ALIGN_ELEMS));
         let longest_streamed = longest(&module_starts);
-        Self { specs: builder.specs, module_starts, longest_streamed }
+        let (frozen, specs) = builder.specs.into_iter().partition(|spec| spec.frozen);
+        Self { specs, frozen, module_starts, longest_streamed }
     }
 
     /// Elements of the longest module that a ring may hold: every module but the embeddings.
@@ -345,7 +358,7 @@ impl TensorTable {
         layers.map(|layer| self.module_range(layer).len()).max().unwrap_or(0)
     }
 
-    /// Every tensor, in flat order.
+    /// Every trained tensor, in flat order.
     pub fn specs(&self) -> &[TensorSpec] {
         &self.specs
     }
@@ -355,10 +368,11 @@ impl TensorTable {
     /// # Panics
     /// If the model has no such layer.
     pub fn find(&self, module: Module, role: Role) -> Option<&TensorSpec> {
-        self.of(module).iter().find(|spec| spec.role == role)
+        let frozen = self.frozen.iter().filter(|spec| spec.module == module);
+        self.of(module).iter().chain(frozen).find(|spec| spec.role == role)
     }
 
-    /// Tensors of `module`.
+    /// Trained tensors of `module`.
     fn of(&self, module: Module) -> &[TensorSpec] {
         let Range { start, end } = self.module_range(module);
         let before = |offset| self.specs.partition_point(|spec| spec.offset_elems < offset);
@@ -407,25 +421,6 @@ impl TensorTable {
     pub fn flat_elems(&self) -> usize {
         self.module_starts[self.module_starts.len() - 1]
     }
-
-    /// Number of parameters, without padding.
-    pub fn params(&self) -> usize {
-        self.specs.iter().map(TensorSpec::elems).sum()
-    }
-
-    /// Number of parameters in matrix products: all matrices, with only the experts that a token uses. A tied embedding counts as the
-    /// output matrix; an embedding alone does not count.
-    pub(crate) fn matmul_params(&self) -> usize {
-        self.product_matrices().map(|spec| spec.elems() / spec.experts.0 * spec.experts.1).sum()
-    }
-
-    /// The matrices `[out, in]` of the matrix products: see [`TensorTable::matmul_params`].
-    pub(crate) fn product_matrices(&self) -> impl Iterator<Item = &TensorSpec> {
-        let tied = self.find(Module::Head, Role::LmHead).is_none();
-        let is_other = |spec: &TensorSpec| matches!(spec.role, Role::Wpe | Role::DeltaConv);
-        let counts = move |spec: &&TensorSpec| spec.shape.len() == 2 && !is_other(spec) && (tied || spec.role != Role::Wte);
-        self.specs.iter().filter(counts)
-    }
 }
 
 /// The longest module, and the longest pair of neighbours, of modules that begin at `starts`, without the last module.
@@ -439,8 +434,11 @@ fn longest(starts: &[usize]) -> [usize; 2] {
 struct TableBuilder<'a> {
     shape: &'a ModelShape,
     names: &'static Names,
+    /// All tensors.
     specs: Vec<TensorSpec>,
     end: usize,
+    /// End of the range of frozen tensors.
+    frozen_end: usize,
 }
 
 impl TableBuilder<'_> {
@@ -450,9 +448,11 @@ impl TableBuilder<'_> {
             _ => role.name(false).to_string(),
         };
         let decay = shape.len() == 2 || matches!(role, Role::Sinks | Role::DeltaRate);
-        let (index, offset_elems, experts) = (self.specs.len(), self.end, (1, 1));
-        let spec = TensorSpec { index, name, role, module, shape, offset_elems, experts, decay, init, files, experts_path: None };
-        self.end = (self.end + spec.elems()).next_multiple_of(TENSOR_ALIGN_ELEMS);
+        let (index, frozen, experts) = (self.specs.len(), self.shape.frozen.contains(&name), (1, 1));
+        let end = if frozen { &mut self.frozen_end } else { &mut self.end };
+        let spec =
+            TensorSpec { index, name, role, module, shape, offset_elems: *end, frozen, experts, decay, init, files, experts_path: None };
+        *end = (*end + spec.elems()).next_multiple_of(TENSOR_ALIGN_ELEMS);
         self.specs.push(spec);
     }
 
@@ -667,7 +667,7 @@ fn norm_init(norm: NormSpec) -> Init {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(in crate::model) mod tests {
     use super::super::family::Family;
     use super::*;
     use std::path::Path;
@@ -681,7 +681,7 @@ pub(super) mod tests {
         config.to_string()
     }
 
-    pub(super) fn shape(architecture: &str) -> ModelShape {
+    pub(in crate::model) fn shape(architecture: &str) -> ModelShape {
         let spec = Family::find(architecture).unwrap().spec();
         let more = match spec.moe {
             None if spec.scales_queries => r#", "rope_scaling": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}"#,

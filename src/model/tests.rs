@@ -8,7 +8,7 @@ use super::policy::LayerPolicy::{self, Host, HostAttention, Keep, RecomputeBlock
 use super::rope::RopeTable;
 use super::shape::ModelShape;
 use super::tensors::{Module, TensorSpec, TensorTable};
-use super::{HeadGradients, MicroStep, Model};
+use super::{HeadGradients, MicroStep, Model, ParamMemory};
 use crate::data::rows::batch::{self, Batch};
 use crate::device::cpu::{CpuDevice, StreamOrder};
 use crate::device::{Device, DeviceSlice, Lease, RouterRule, SigmoidRule, Stream};
@@ -16,6 +16,8 @@ use crate::dtype::{Dtype, Element};
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::sweep::sweep;
 use std::path::{Path, PathBuf};
+
+mod frozen;
 
 const SEQ_LENGTH: usize = 12;
 const ONE_TILE: LossTile = LossTile { rows: usize::MAX, vocab: usize::MAX, tail: 0 };
@@ -97,7 +99,10 @@ impl Harness {
         let grads = dev.alloc("grads", flat, E::DTYPE).unwrap();
         let activations = plan.allocate(&mut dev, &mut host, &mut Lease::default()).unwrap();
         assert_eq!(host.allocations().map(|(_, bytes)| bytes as u64).sum::<u64>(), plan.host_bytes().0);
-        let model = Model::new(shape.clone(), weights, grads, activations).unwrap();
+        let table = TensorTable::new(shape);
+        let frozen = dev.alloc("frozen", table.frozen_elems(), E::DTYPE).unwrap();
+        let unused_grads = dev.alloc("unused gradients", table.unused_grad_elems(), E::DTYPE).unwrap();
+        let model = Model::new(shape.clone(), ParamMemory { weights, grads, frozen, unused_grads }, activations).unwrap();
         let crowd_memory = [(); 2].map(|()| (dev.alloc("crowd", 1, Dtype::Float32).unwrap(), host.alloc("crowd", 4).unwrap()));
         let mut harness = Self { dev, host, model, crowd: 0, crowd_memory };
         for (rope, target) in shape.ropes.iter().zip(harness.model.activations.rope_tables.clone()) {
@@ -105,8 +110,10 @@ impl Harness {
             RopeTable::new(rope, SEQ_LENGTH).write(0..table.len(), &mut table);
             harness.upload(&table, target);
         }
-        let narrowed: Vec<E> = random_weights(&harness.model.table).into_iter().map(E::from_f32).collect();
-        harness.upload(&narrowed, weights);
+        let (specs, frozen_specs) = (random_weights(&harness.model.table), random_values(table.frozen(), table.frozen_elems()));
+        for (values, memory) in [(specs, weights), (frozen_specs, frozen)] {
+            harness.upload(&values.into_iter().map(E::from_f32).collect::<Vec<_>>(), memory);
+        }
         harness
     }
 
@@ -202,8 +209,13 @@ fn whole(model: &Model) -> MicroStep {
 
 /// Weights of norms near one, all other weights around zero; padding zero.
 fn random_weights(table: &TensorTable) -> Vec<f32> {
-    let mut weights = vec![0.0; table.flat_elems()];
-    for spec in table.specs() {
+    random_values(table.specs(), table.flat_elems())
+}
+
+/// The values of `specs` in a range of `elems` elements.
+fn random_values(specs: &[TensorSpec], elems: usize) -> Vec<f32> {
+    let mut weights = vec![0.0; elems];
+    for spec in specs {
         let mut noise = Noise(spec.index as u64);
         let center = if spec.init == super::tensors::Init::Ones { 1.0 } else { 0.0 };
         weights[spec.range()].fill_with(|| center + 0.35 * noise.next());
@@ -219,7 +231,9 @@ fn golden_dir() -> PathBuf {
 fn goldens() -> Vec<String> {
     let folders = std::fs::read_dir(golden_dir()).unwrap().map(|entry| entry.unwrap());
     let golden = folders.filter(|folder| folder.path().join("golden.safetensors").exists());
-    golden.map(|folder| folder.file_name().into_string().unwrap()).collect()
+    let names = golden.map(|folder| folder.file_name().into_string().unwrap());
+    // Folders of frozen tensors repeat families.
+    names.filter(|name| !name.starts_with("frozen")).collect()
 }
 
 fn golden_shape(family: &str) -> ModelShape {
@@ -681,7 +695,8 @@ fn a_model_refuses_slices_that_do_not_fit() {
         let activations = plan.allocate(&mut dev, &mut HostMemory::default(), &mut Lease::default()).unwrap();
         let weights = dev.alloc("weights", weights, dtype).unwrap();
         let grads = dev.alloc("grads", flat, Dtype::Float32).unwrap();
-        Model::new(shape.clone(), weights, grads, activations).map(|_| ())
+        let [frozen, unused_grads] = [(); 2].map(|()| dev.alloc("none", 0, Dtype::Float32).unwrap());
+        Model::new(shape.clone(), ParamMemory { weights, grads, frozen, unused_grads }, activations).map(|_| ())
     };
     assert!(build(flat, Dtype::Float32).is_ok());
     assert!(build(flat - 1, Dtype::Float32).unwrap_err().to_string().contains("weights"));

@@ -116,7 +116,7 @@ pub(crate) fn micro_batch<'a>(
 /// Memory of the residual stream between `segments` of the layers of `recipe`, which run on a single device if there are several.
 pub(crate) fn boundaries(recipe: &Recipe, segments: &LayerSegments) -> BoundarySizes {
     let elems = recipe.step.tokens_of_rank() * recipe.model.channels;
-    segments.boundaries(recipe.step.micro_batches, elems, recipe.model.tied)
+    segments.boundaries(recipe.step.micro_batches, elems, recipe.model.trains_tied_output())
 }
 
 /// Whether the device casts, so that fp32 crosses the link. Without the feature `superchip-cast` this is a compile-time constant.
@@ -152,6 +152,21 @@ pub(crate) struct Workload<'a> {
     pub slots: usize,
     /// Additional host memory for loading and saving, which steps do not need.
     pub(crate) transient_bytes: u64,
+    pub(crate) frozen: FrozenSizes,
+}
+
+/// Elements of the memory that frozen tensors take on each device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FrozenSizes {
+    pub(crate) weights: usize,
+    /// Of gradients that nothing reads.
+    pub(crate) unused_grads: usize,
+}
+
+impl FrozenSizes {
+    pub(crate) fn of(table: &TensorTable) -> Self {
+        Self { weights: table.frozen_elems(), unused_grads: table.unused_grad_elems() }
+    }
 }
 
 impl Workload<'_> {
@@ -301,6 +316,8 @@ impl Workload<'_> {
         let pulled = (ranks - 1) * longest * self.recipe.numerics.dtype.bytes();
         let mut classes = vec![
             class("weights", MemorySpace::Device, flat_bytes(rings.weights)),
+            class("frozen weights", MemorySpace::Device, ranks * self.frozen.weights * width),
+            class("unused gradients", MemorySpace::Device, ranks * self.frozen.unused_grads * width),
             class("weight slices", MemorySpace::Device, shard_elems * self.recipe.numerics.dtype.bytes()),
             class("gradients", MemorySpace::Device, flat_bytes(rings.grads)),
             class("gradient slices", MemorySpace::Device, kept_elems * self.recipe.numerics.dtype.bytes()),

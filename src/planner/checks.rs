@@ -36,6 +36,9 @@ pub(super) fn check_streams(weights: WeightsChoice, rings: Rings) -> Result<()> 
 
 /// Checks that the model and the device support `request`.
 pub(super) fn check(request: &Request, table: &TensorTable, kind: DeviceKind) -> Result<()> {
+    if table.specs().is_empty() {
+        return Err(Error::usage("every tensor of the model is frozen, so nothing is left to train"));
+    }
     if kind == DeviceKind::Cpu {
         request.site.check_needs_no_gpu(request.kernels)?;
     }

@@ -287,10 +287,18 @@ impl Planner<'_> {
         self.workload.recipe.step.tokens_of_rank()
     }
 
-    /// Candidate layer policies, the fastest first. The last layers are needed first in the backward pass. They are the first to recompute
+    /// Candidate layer policies, the fastest first. Layers without a backward pass save as little as they can: they recompute nothing.
+    fn mixes(&self, attends_long: bool) -> Vec<Vec<LayerPolicy>> {
+        let (mut mixes, below) = (self.mixes_of_all(attends_long), self.table.first_backward_layer());
+        mixes.iter_mut().for_each(|policies| policies[..below].fill(LayerPolicy::RecomputeBlock));
+        mixes.dedup();
+        mixes
+    }
+
+    /// Candidate policies if every layer has a backward pass. The last layers are needed first in the backward pass. They are the first to recompute
     /// cheap parts, then whole blocks. Next, the inputs of the first layers, which have the longest time to return, go to the host; if
     /// attention takes long, its outputs follow.
-    fn mixes(&self, attends_long: bool) -> Vec<Vec<LayerPolicy>> {
+    fn mixes_of_all(&self, attends_long: bool) -> Vec<Vec<LayerPolicy>> {
         use LayerPolicy::{Host, HostAttention, Keep, RecomputeBlock, RecomputeCheap};
         let layers = self.workload.shape().layers.len();
         if let Some(policy) = self.permitted.activations.policy() {

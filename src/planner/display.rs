@@ -48,6 +48,7 @@ impl Plan {
             self.recipe.numerics.dtype,
             self.protocol.link_dtype
         )?;
+        self.write_frozen(f)?;
         let (batch, seq, accum) = (self.recipe.step.micro_batch, self.recipe.step.seq_length, self.micro_batches_of_rank());
         let devices = if self.site.machine.kind == DeviceKind::Gpu { "GPUs" } else { "ranks" };
         let ranks = match (self.site.ranks / self.recipe.step.sequence_ranks, self.recipe.step.sequence_ranks) {
@@ -96,6 +97,16 @@ impl Plan {
             }
         }
         Ok(())
+    }
+
+    /// Writes the numbers of trained and of frozen parameters, if any are frozen.
+    fn write_frozen(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.recipe.model.frozen.is_empty() {
+            return Ok(());
+        }
+        let (trained, all) = (self.trained_params(), self.params());
+        let [trained, frozen] = [trained, all - trained].map(|params| params as f64 / 1e6);
+        writeln!(f, "  frozen      {frozen:.2} M parameters, which have weights alone; {trained:.2} M parameters are trained")
     }
 
     /// Writes the segments of layers, if there are several.

@@ -42,6 +42,7 @@ pub(super) fn check_early(requested: EarlyRows, layout: &BucketLayout) -> Result
 fn obstacle(workload: &Workload<'_>) -> Option<&'static str> {
     match workload {
         Workload { recipe, .. } if !recipe.model.tied => Some("the model's output matrix is not its embedding"),
+        Workload { recipe, .. } if !recipe.model.trains_output() => Some("the embedding is frozen"),
         Workload { site: Site { ranks: 2.., .. }, .. } => {
             Some("cannot be combined with several --gpus: a gradient is complete only after all GPUs have added their parts")
         }
@@ -65,6 +66,6 @@ fn pays(workload: &Workload<'_>) -> bool {
 
 fn embedding(table: &TensorTable) -> Range<usize> {
     let Some(wte) = table.find(Module::Embed, Role::Wte) else { return 0..0 };
-    let next = table.specs().get(wte.index + 1).map(|spec| spec.offset_elems);
+    let next = table.specs().iter().find(|spec| spec.offset_elems > wte.offset_elems).map(|spec| spec.offset_elems);
     wte.offset_elems..next.unwrap_or(table.flat_elems())
 }

@@ -1,17 +1,17 @@
 //! Device time of the forward and backward pass of a micro-batch: the model's own loop on a device that only counts time.
 
-use super::budget::Workload;
+use super::budget::{FrozenSizes, Workload};
 use crate::device::sim::SimDevice;
 use crate::device::{Device, Lease, Peers, Stream};
 use crate::error::Result;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::host::pinned::HostMemory;
-use crate::model::Model;
 use crate::model::activations::LossTile;
 use crate::model::heads::SequenceRank;
 use crate::model::policy::LayerPolicy;
 use crate::model::sequence::{Handover, PassRunner, SharedActivations};
 use crate::model::tensors::TensorTable;
+use crate::model::{Model, ParamMemory};
 use crate::optim::simd::Isa;
 use crate::recipe::StepShape;
 
@@ -40,7 +40,8 @@ impl PassTimes {
         let of = |policy| micro_step_s(workload, policy);
         let keep_s = of(LayerPolicy::Keep)?;
         // The last layer with shared buffers still has its values, so it recomputes nothing.
-        let layers = (workload.shape().layers.len() - 1).max(1) as f64;
+        let first = TensorTable::new(workload.shape()).first_backward_layer();
+        let layers = (workload.shape().layers.len() - first).saturating_sub(1).max(1) as f64;
         let added_s = |policy| of(policy).map(|s| (s - keep_s) / layers);
         Ok(Self {
             keep_s,
@@ -59,6 +60,7 @@ impl PassTimes {
         self.attention_s > LONG_ATTENTION * self.block_s
     }
 
+    /// Seconds of a micro-batch, with the `policies` of the layers that have a backward pass.
     pub(crate) fn micro_step_s(&self, policies: &[LayerPolicy]) -> f64 {
         let added_s = |policy: &LayerPolicy| match policy {
             LayerPolicy::Keep => 0.0,
@@ -111,8 +113,15 @@ fn micro_step_s(workload: &Workload, policy: LayerPolicy) -> Result<f64> {
     let tile = LossTile::of_vocabulary(tokens.min(TILE_ROWS_MAX), shape.vocab);
     let plan = workload.activations(&vec![policy; shape.layers.len()], tile)?;
     let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()), &mut Lease::default())?;
-    let mut flat = |name| dev.alloc(name, TensorTable::new(shape).flat_elems(), workload.recipe.numerics.dtype);
-    let model = Model::new(shape.clone(), flat("weights")?, flat("gradients")?, activations)?;
+    let (flat, FrozenSizes { weights: frozen, unused_grads }) = (TensorTable::new(shape).flat_elems(), workload.frozen);
+    let mut alloc = |name, elems| dev.alloc(name, elems, workload.recipe.numerics.dtype);
+    let memory = ParamMemory {
+        weights: alloc("weights", flat)?,
+        grads: alloc("gradients", flat)?,
+        frozen: alloc("frozen weights", frozen)?,
+        unused_grads: alloc("unused gradients", unused_grads)?,
+    };
+    let model = Model::new(shape.clone(), memory, activations)?;
     let shared = model.shared_activations();
     let layers: Vec<usize> = (0..shape.layers.len()).collect();
     model.micro_step(&mut Mirrored { dev: &mut dev, model: &model, shared: shared.as_ref() }, &layers, |_| Ok(()))?;

@@ -95,9 +95,14 @@ impl Plan {
         self.recipe.optimizer()
     }
 
-    /// Parameters of the model.
+    /// Parameters of the model, trained and frozen.
     pub fn params(&self) -> usize {
         TensorTable::new(&self.recipe.model).params()
+    }
+
+    /// Trained parameters of the model.
+    pub fn trained_params(&self) -> usize {
+        TensorTable::new(&self.recipe.model).trained_params()
     }
 
     /// The smallest and the largest number of query heads of a rank, if they differ.

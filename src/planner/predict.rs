@@ -88,6 +88,7 @@ impl<'a> Predictor<'a> {
         let offloaded = layout.offloaded_elems() as f64 / ranks;
         let state_bytes = self.workload.recipe.numerics.moments.arrays().bytes_per_elem();
         let on_device = [Tier::Device, Tier::Unified].map(|tier| layout.elems_in(tier).len() as f64 / ranks * self.adam_bytes(tier));
+        let policies = &policies[self.table.first_backward_layer()..];
         let passes_s = accum * (self.passes.micro_step_s(policies) + self.second_forward_s()) + self.sums_s(layout.flat_elems());
         let adam_s = on_device.iter().sum::<f64>() / rates.device_bytes_per_s;
         let kept_bytes = accum * activations.host_bytes().0 as f64 + self.boundary_bytes();

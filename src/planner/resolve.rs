@@ -1,6 +1,6 @@
 //! The way from a request to a plan: the recipe, the site and the protocol follow from the request, the placement is chosen.
 
-use super::budget::{Workload, driver_tracks};
+use super::budget::{FrozenSizes, Workload, driver_tracks};
 use super::checks::{check, check_products, check_ranks, check_streams, name};
 use super::choice::{Permitted, Residency, choose};
 use super::early::{check_early, early_table};
@@ -69,7 +69,8 @@ impl Plan {
         let site = site(request, techniques, &machine.clone().attending_by(recipe.numerics.attention), (expert_engine, trace))?;
         let (slots, transient_bytes) = (request.wanted.slots.unwrap_or(SLOTS), transient_bytes(&table));
         let segments = order::segments(request)?;
-        let workload = Workload { recipe: &recipe, site: &site, protocol: &protocol, segments: &segments, slots, transient_bytes };
+        let frozen = FrozenSizes::of(&table);
+        let workload = Workload { recipe: &recipe, site: &site, protocol: &protocol, segments: &segments, slots, transient_bytes, frozen };
         let permitted = permitted(request, techniques)?;
         let cut = cut(request, &table, recipe.numerics.dtype).with_early(early_table(request.early_rows, &workload, &table)?);
         check_ranks(request, &cut)?;

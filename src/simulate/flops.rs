@@ -2,11 +2,12 @@
 
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
-use std::collections::BTreeMap;
+use crate::model::tensors::{Module, TensorTable};
+use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct StepFlops {
-    /// FLOPs of the model by [`FLOPS_FORMULA`](crate::model::flops::FLOPS_FORMULA), without recomputation.
+    /// FLOPs of the model by [`flops_formula`](crate::model::flops::flops_formula), without recomputation.
     pub model: f64,
     /// FLOPs including the forward passes that the plan recomputes.
     pub hardware: f64,
@@ -15,13 +16,15 @@ pub(crate) struct StepFlops {
 impl StepFlops {
     /// FLOPs of a pass over `documents` (number of documents by length in tokens), in which layers keep the activations of `policies`.
     pub(crate) fn of(shape: &ModelShape, documents: &BTreeMap<usize, usize>, policies: &[LayerPolicy]) -> Self {
-        let model = shape.flops_of(documents);
+        let (model, all_trained) = (shape.flops_of(documents), ModelShape { frozen: BTreeSet::new(), ..shape.clone() });
         let tokens: usize = documents.iter().map(|(length, count)| length * count).sum();
         let output_matrix = 6.0 * (shape.vocab * shape.channels) as f64 * tokens as f64;
         // The forward pass is one of three equal parts. Layers count equally, though their attention windows may differ.
-        let forward = (model - output_matrix) / 3.0;
-        let attention = shape.attention_flops_of(documents) / 3.0;
-        let of = |holds: fn(LayerPolicy) -> bool| policies.iter().filter(|policy| holds(**policy)).count() as f64 / policies.len() as f64;
+        let forward = (all_trained.flops_of(documents) - output_matrix) / 3.0;
+        let attention = all_trained.attention_flops_of(documents) / 3.0;
+        let table = TensorTable::new(shape);
+        let layers = || policies.iter().enumerate().filter(|(layer, _)| table.runs_backward(Module::Layer(*layer)));
+        let of = |holds: fn(LayerPolicy) -> bool| layers().filter(|(_, policy)| holds(**policy)).count() as f64 / policies.len() as f64;
         Self { model, hardware: model + forward * of(LayerPolicy::recomputes_block) - attention * of(LayerPolicy::sends_attention) }
     }
 

@@ -160,7 +160,7 @@ impl Timed {
         Outcome {
             tokens_per_step: plan.tokens_per_step(),
             tokens_per_second: plan.tokens_per_step() as f64 / seconds,
-            speed: Speed::new((flops, flops_formula(head_rows)), seconds, matmul_flops),
+            speed: Speed::new((flops, flops_formula(shape, head_rows)), seconds, matmul_flops),
             exposed: self.exposed(),
             link: self.link(tracks),
             adam: self.adam(),

@@ -84,7 +84,7 @@ impl FactsLine {
             memory: MemoryUse::of(plan),
             tokens_per_step,
             flops_per_step,
-            flops_formula: flops_formula(plan.recipe.numerics.head_rows),
+            flops_formula: flops_formula(shape, plan.recipe.numerics.head_rows),
             settings: shortened(settings),
         };
         Self { facts }

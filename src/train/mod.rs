@@ -11,6 +11,7 @@ mod facts_line;
 mod feed;
 #[cfg(test)]
 mod first_lines_tests;
+mod frozen;
 mod identity;
 mod inputs;
 mod model_files;

@@ -14,6 +14,7 @@ use crate::engine::executor::Engine;
 use crate::engine::protocol::loss_scale::LossScale;
 use crate::engine::protocol::verdict::SpeculationHistory;
 use crate::error::{Error, Result};
+use crate::model::shape::ModelShape;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::clip::{ClipMemory, ClipRule};
 use crate::recipe::Recipe;
@@ -72,6 +73,21 @@ pub(super) fn expect_sources(settings: &Settings, loaded: &Loaded) -> Result<()>
     let (dir, missing) = (dir.display(), missing.join(" and "));
     Err(Error::usage(format!(
         "{missing}: missing, and the run in {dir} was started with it; `superoffload resume {dir}` takes everything from the run's record"
+    )))
+}
+
+/// `then`, the model of a checkpoint, if `settings` freeze the same tensors.
+///
+/// # Errors
+/// Errors of [`Settings::freezing`]; `Usage` with a tensor that is frozen then or now alone.
+pub(super) fn expect_frozen(settings: &Settings, then: ModelShape) -> Result<ModelShape> {
+    let now = settings.freezing(then.clone())?;
+    let Some(name) = then.frozen.symmetric_difference(&now.frozen).next() else { return Ok(then) };
+    let words = |shape: &ModelShape| if shape.frozen.contains(name) { "frozen" } else { "trained" };
+    let (was, is) = (words(&then), words(&now));
+    Err(Error::usage(format!(
+        "--freeze and --train-only: {name} was {was} when the checkpoint was made and is {is} now; a checkpoint has the states of its \
+         trained tensors alone: use its --freeze and --train-only, or export it and start a new run from the export"
     )))
 }
 

@@ -2,7 +2,8 @@
 
 use super::record::RecordedRun;
 use super::sampling::{Completion, Sampling, TextSampler};
-use super::text;
+use super::{frozen, text};
+use crate::checkpoint::carried::Carrier;
 use crate::checkpoint::{Check, Loaded, engine_state};
 use crate::config::options::{DeviceChoice, ReplanChoice, TokenizerChoice};
 use crate::config::settings::{Settings, TrainOptions};
@@ -114,7 +115,8 @@ pub(crate) fn sample(options: &SampleOptions, stop: &StopFlag) -> Result<String>
     let tokenizer = tokenizer(&run, &settings, &dir)?.refusing(shape.media_tokens.clone());
     let prompts: Vec<String> = options.prompt.iter().flat_map(|prompt| std::iter::repeat_n(prompt.clone(), options.samples)).collect();
     let sampler = TextSampler::new(&tokenizer, &prompts, sampling, stop)?;
-    let written = write(&settings, &shape, &sampler, WeightSource::Checkpoint(Box::new(run.loaded)), stop)?;
+    let carrier = frozen::carrier_of(&settings, &run.loaded, &shape, stop)?;
+    let written = write(&settings, &shape, &sampler, WeightSource::Checkpoint(Box::new(run.loaded), carrier), stop)?;
     Ok(if options.json { json_lines(&prompts, &written)? } else { texts(&prompts, written) })
 }
 
@@ -142,7 +144,7 @@ fn json_lines(prompts: &[String], written: &[Completion]) -> Result<String> {
 pub(super) fn of_demo(settings: &Settings, prompt: &str, path: Option<&Path>, stop: &StopFlag) -> Result<String> {
     let sampling = Sampling { max_new_tokens: 48, temperature: 0.0, seed: 0 };
     let from = path.map_or(Ok(WeightSource::Seed(settings.seed)), |path| {
-        crate::checkpoint::open(path).map(|loaded| WeightSource::Checkpoint(Box::new(loaded)))
+        crate::checkpoint::open(path).map(|loaded| WeightSource::Checkpoint(Box::new(loaded), None))
     })?;
     let sampler = TextSampler::new(&Tokenizer::bytes(), &[prompt.to_string()], sampling, stop)?;
     let written = write(settings, &ModelShape::demo(), &sampler, from, stop)?;
@@ -152,7 +154,8 @@ pub(super) fn of_demo(settings: &Settings, prompt: &str, path: Option<&Path>, st
 /// The weights that are sampled.
 enum WeightSource {
     Seed(u64),
-    Checkpoint(Box<Loaded>),
+    /// A checkpoint, with its frozen tensors if it has any.
+    Checkpoint(Box<Loaded>, Option<Carrier>),
 }
 
 fn write(settings: &Settings, shape: &ModelShape, sampler: &TextSampler, from: WeightSource, stop: &StopFlag) -> Result<Vec<Completion>> {
@@ -216,12 +219,13 @@ impl UseEngine for Writing<'_> {
     fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<Vec<Completion>> {
         match self.from {
             WeightSource::Seed(seed) => engine.init_state(seed, engine.plan().site.threads)?,
-            WeightSource::Checkpoint(loaded) => {
+            WeightSource::Checkpoint(loaded, carrier) => {
                 let (step, optimizer_step) = (loaded.manifest().trainer.step, loaded.manifest().trainer.optimizer_step);
                 let loss_scale = LossScale::new(engine.plan().recipe.numerics.dtype);
                 let clip_memory = engine.clip_memory().clone();
                 engine.resume(step, optimizer_step, loss_scale, SpeculationHistory::default(), clip_memory)?;
                 engine_state::restore(&mut engine, &loaded, PIECE_ELEMS)?;
+                frozen::read(&mut engine, carrier.as_ref().and_then(Carrier::weights))?;
             }
         }
         engine.send_weights()?;

@@ -18,7 +18,7 @@ const MEASURED_BYTES: u64 = 1 << 30;
 /// # Errors
 /// `Io` when the disk fails.
 pub(super) fn describe_save_times(run_dir: &RunDir, settings: &Settings, plan: &Plan, extent: &RunExtent) -> Result<String> {
-    let bytes = plan.optimizer().arrays().bytes(plan.params()) as u64;
+    let bytes = plan.optimizer().arrays().bytes(plan.trained_params()) as u64;
     if bytes < MEASURED_BYTES || extent.saves(settings.save_steps) < 2 || plan.site.processes > 1 {
         return Ok(String::new());
     }

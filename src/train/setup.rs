@@ -10,8 +10,9 @@ use super::run_dir::RunDir;
 use super::run_facts::RunFacts;
 use super::save_times::describe_save_times;
 use super::session::{CheckpointContents, Session};
-use super::{identity, model_files, overview, packing, previous_run, resume, resume_numerics, text, trained_rows};
+use super::{frozen, identity, model_files, overview, packing, previous_run, resume, resume_numerics, text, trained_rows};
 use crate::checkpoint::carried::Carrier;
+use crate::checkpoint::frozen::record_frozen;
 use crate::checkpoint::parts::part_bytes;
 use crate::checkpoint::{Check, Loaded, checkpoint_bytes};
 use crate::config::options::InitChoice;
@@ -67,15 +68,15 @@ impl ModelSource {
     /// The model of `settings`, and of the checkpoint that the run goes on from. Weights are checked as far as can be without reading them.
     fn find(settings: &Settings, resumed: Option<&Loaded>) -> Result<Self> {
         let Some(dir) = &settings.model else {
-            let files = vec![(CONFIG.to_string(), DEMO_CONFIG.as_bytes().to_vec())];
-            return Ok(Self { shape: ModelShape::demo(), files, weights: None, carrier: None });
+            let (shape, files) = (settings.freezing(ModelShape::demo())?, vec![(CONFIG.to_string(), DEMO_CONFIG.as_bytes().to_vec())]);
+            frozen::expect_weights(&shape, false)?;
+            return Ok(Self { shape, files, weights: None, carrier: None });
         };
         let shape = ModelShape::read(&ModelDir::open(dir)?.file(CONFIG)?)?;
         let (files, open) = (weights::model_files(dir, shape.family)?, |shape: &ModelShape| ModelWeights::open(dir, shape));
         if let Some(loaded) = resumed {
-            let shape = loaded.as_trained(shape);
-            let is_text_part = shape.family.text_part().is_some();
-            let carrier = is_text_part.then(|| Carrier::resumed(loaded, || open(&shape))).transpose()?;
+            let shape = resume::expect_frozen(settings, loaded.as_trained(shape))?;
+            let carrier = frozen::carrier(loaded, &shape, || open(&shape))?;
             return Ok(Self { carrier, shape, files, weights: None });
         }
         let weights = (settings.init == InitChoice::Checkpoint).then(|| open(&shape)).transpose()?;
@@ -84,7 +85,9 @@ impl ModelSource {
             let remedy = "use --init checkpoint, or the architecture of the text model alone";
             return Err(Error::usage(format!("--init random: an export of {architecture} has more tensors than training makes; {remedy}")));
         }
-        let shape = weights.as_ref().map_or(shape, |weights| weights.shape().clone());
+        let shape = settings.freezing(weights.as_ref().map_or(shape, |weights| weights.shape().clone()))?;
+        frozen::expect_weights(&shape, weights.is_some())?;
+        let weights = weights.map(|weights| weights.freezing(shape.clone())).transpose()?;
         Ok(Self { shape, files, weights, carrier: None })
     }
 
@@ -92,14 +95,14 @@ impl ModelSource {
     fn carried_bytes(&self, output_dir: Option<&Dir>) -> Result<u64> {
         match (&self.carrier, &self.weights) {
             (Some(carrier), _) => carrier.missing_bytes(output_dir),
-            (None, Some(weights)) if weights.is_text_part() => weights.carried_bytes(),
+            (None, Some(weights)) if self.shape.carries_tensors() => weights.carried_bytes(),
             (None, _) => Ok(0),
         }
     }
 
     /// The size of a checkpoint.
     fn checkpoint_bytes(&self, plan: &Plan) -> u64 {
-        checkpoint_bytes(TensorTable::new(&self.shape).params(), plan.optimizer().arrays(), &self.files)
+        checkpoint_bytes(TensorTable::new(&self.shape).trained_params(), plan.optimizer().arrays(), &self.files)
     }
 }
 
@@ -182,6 +185,7 @@ pub(super) fn prepare<'a>(
     let prompts = Prompts::of(&settings, &tokenizer)?;
     let mut run = identify(&settings, &source.shape, &tokenizer, &known, run_dir.map(RunDir::path), stop, observer)?;
     plan.recipe.record(&mut run);
+    record_frozen(&mut run, &source.shape);
     identity::record_directory(&mut run);
     settings.model.as_deref().and_then(Snapshot::at).iter().for_each(|snapshot| identity::record_model(&mut run, snapshot));
     let resumed =
@@ -336,6 +340,7 @@ impl PreparedRun<'_> {
             Some(accepted) => accepted.restore(&mut engine)?,
             None => begin(&mut engine, settings.seed, weights.as_ref())?,
         };
+        frozen::read(&mut engine, weights.as_ref().or_else(|| carrier.as_ref()?.weights()))?;
         let partition = launch.divide_cpus(&settings, &plan, |line| observer.warn(line))?;
         previous_run::move_aside(run_dir.dir(), engine.train_step())?.iter().for_each(|line| observer.warn(line));
         remove_others(run_dir.dir(), &known);

@@ -1,6 +1,6 @@
 """Writes the golden values of tests/parity.rs: tiny random models of every family, trained for ten steps by PyTorch.
 
-Made with torch 2.15.0, transformers 5.23.0 (ministral3, glm4_moe, dots1, qwen2_moe, qwen3_weighted, qwen3_5, qwen3_5_moe, qwen3_next: 5.24.0) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
+Made with torch 2.15.0, transformers 5.23.0 (ministral3, glm4_moe, dots1, qwen2_moe, qwen3_weighted, qwen3_5, qwen3_5_moe, qwen3_next, frozen ones: 5.24.0) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
 
     python generate.py [FAMILY...]
 
@@ -8,6 +8,7 @@ Each family gets a Hugging Face directory (config.json and model.safetensors, fo
 golden.safetensors:
     tokens, targets     int32 [steps, batch, sequence]
     weights             float32 [steps, batch, sequence], of the targets, in weighted families
+    freeze              uint8, lines with the expressions of --freeze, in families with frozen parameters
     documents           int32 [steps, batch, sequence], where in its row each token's document begins, in packed families
     logits              float32 [batch, sequence, vocabulary], before the first step
     loss, grad_norm     float64 [steps], at the start of each step; the norm before clipping
@@ -16,6 +17,7 @@ golden.safetensors:
 
 import json
 import pathlib
+import re
 import sys
 import tempfile
 import types
@@ -193,6 +195,22 @@ FAMILIES["qwen3_5_packed"] = FAMILIES["qwen3_5"]
 # Multiples of 1/4096, some of them 0 and 1, weigh the targets of these families.
 WEIGHTED = {"qwen3_weighted"}
 FAMILIES["qwen3_weighted"] = FAMILIES["qwen3"]
+# Expressions for names of parameters that stay as they are. Names of experts are those in memory and those in files.
+FROZEN = {
+    "frozen": [r"embed_tokens", r"layers\.0\.", r"layers\.1\.mlp\.(gate|up)_proj", r"layers\.2\..*layernorm", r"layers\.3\..*\.bias$"],
+    "frozen_tied": [r"embed_tokens", r"layers\.1\.", r"layers\.0\.(self_attn\.o_proj|self_attn\.[qk]_norm|mlp\.down_proj)"],
+    "frozen_moe": [r"lm_head", r"mlp\.experts\.", r"layers\.1\.mlp\.gate\.", r"layers\.0\.self_attn"],
+    "frozen_gpt_oss": [r"embed_tokens", r"sinks", r"\.bias$", r"_bias$", r"layers\.0\.mlp\.experts\.gate_up_proj"],
+    "frozen_delta": [r"embed_tokens", r"model\.norm\.", r"conv1d", r"A_log", r"dt_bias", r"linear_attn\.norm", r"in_proj_z", r"in_proj_a"],
+}
+FAMILIES["frozen"] = transformers.LlamaConfig(
+    **SIZES | dict(num_hidden_layers=4), **COMMON, num_key_value_heads=2, attention_bias=True, mlp_bias=True, rope_parameters=plain_rope(1e4),
+    rms_norm_eps=1e-5
+)
+FAMILIES["frozen_tied"] = FAMILIES["qwen3"]
+FAMILIES["frozen_moe"] = FAMILIES["qwen3_moe"]
+FAMILIES["frozen_gpt_oss"] = FAMILIES["gpt_oss"]
+FAMILIES["frozen_delta"] = FAMILIES["qwen3_5"]
 # The factor on the loss that balances experts.
 BALANCE = {"qwen3_moe_balanced": 2.0}
 
@@ -276,6 +294,12 @@ def saved(model):
         return load_file(pathlib.Path(directory) / "model.safetensors")
 
 
+def freeze(model, expressions):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(re.search(expression, name) for expression in expressions))
+    assert all(any(re.search(expression, name) for name, _ in model.named_parameters()) for expression in expressions)
+
+
 def weighted_mean(logits, targets, weights):
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.long().flatten(), reduction="none")
     return (weights.flatten() * losses).sum() / weights.sum()
@@ -337,6 +361,7 @@ def generate(family, root):
         weights = units.clamp(0, 4096).float() / 4096
     # The saved directory is what gets trained: it must hold everything.
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
+    freeze(model, FROZEN.get(family, []))
     balance = BALANCE.get(family, 0.0)
     if lengths:
         lengths = [[lengths[(step * BATCH + row) % len(lengths)] for row in range(BATCH)] for step in range(STEPS)]
@@ -347,6 +372,8 @@ def generate(family, root):
     if weights is not None:
         golden["weights"] = weights
     golden |= dict(loss=torch.tensor(losses, dtype=torch.float64), grad_norm=torch.tensor(norms, dtype=torch.float64))
+    if family in FROZEN:
+        golden["freeze"] = torch.frombuffer(bytearray("\n".join(FROZEN[family]), "utf-8"), dtype=torch.uint8)
     if balance:
         golden["balance"] = torch.tensor([balance], dtype=torch.float64)
     golden |= {f"final.{name}": tensor for name, tensor in saved(model).items()}

@@ -10,6 +10,10 @@ class Settings(TypedDict, total=False):
     """TOML, YAML or JSON file with these flags as keys; flags win [default: none]."""
     deepspeed: str | PathLike[str]
     """DeepSpeed configuration; flags and --config win [default: none]."""
+    freeze: str | int | float | Sequence[str | int | float]
+    """Tensors to freeze: a regular expression for names in the model's files; repeatable [default: none]."""
+    train_only: str | int | float | Sequence[str | int | float]
+    """Tensors to train, all others are frozen: a regular expression for names; repeatable [default: all]."""
     init: Literal["random", "checkpoint"]
     """Source of the initial weights [default: checkpoint with --model, else random]."""
     eval_data: str | PathLike[str] | Sequence[str | PathLike[str]]

@@ -34,7 +34,7 @@ const RULES: &[(Program, &str, Rule)] = &[
     (Program::Axolotl, "liger-*", Ignored("this program has its own kernels")),
     (Program::Axolotl, "wandb-*", Ignored(FOLLOW)),
     (Program::Axolotl, "mlflow-*", Ignored(FOLLOW)),
-    (Program::Axolotl, "unfrozen-parameters", Missing("every parameter is trained here; leave it out")),
+    (Program::Axolotl, "unfrozen-parameters", Missing("give each as train-only: a regular expression for the names of tensors")),
     (Program::Axolotl, "rl", Missing("the data of pairs is not converted; name the files: --data FILE --loss dpo")),
     (Program::Axolotl, "fsdp*", Ignored(PARALLEL)),
     (Program::LlamaFactory, "template", Ignored(TEMPLATE)),

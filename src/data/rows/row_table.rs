@@ -675,7 +675,8 @@ mod tests {
     /// A completion of three tokens, one of a token, and one that is longer than a row.
     fn rows_of_completions(rollouts: RolloutRules) -> (Result<Dataset>, Vec<String>) {
         let ids = |count: usize| (1..=count).collect::<Vec<_>>();
-        let row = |prompt, completion, advantage| json!({"prompt_ids": ids(prompt), "completion_ids": ids(completion), "advantage": advantage});
+        let row =
+            |prompt, completion, advantage| json!({"prompt_ids": ids(prompt), "completion_ids": ids(completion), "advantage": advantage});
         let rules = RowRules { packing: Packing::Bfd, rollouts: Some(rollouts), ..RowRules::wrapped(8) };
         rows_of_objective(DataFormat::Rollouts, &[row(2, 3, 0.5), row(7, 2, 1.0), row(1, 1, -2.0)], rules)
     }

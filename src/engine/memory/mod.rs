@@ -4,6 +4,7 @@ pub(super) mod bounce_buffer;
 pub(super) mod boundaries;
 mod device_state;
 pub(crate) mod expert_rows;
+pub(super) mod frozen_weights;
 mod host_state;
 pub(super) mod permanent;
 mod prefetch_buffer;

@@ -2,6 +2,7 @@
 //! masters share them; another plan allocates them anew.
 
 use super::bounce_buffer::BounceBuffer;
+use super::frozen_weights::FrozenWeights;
 use super::states::StateTiers;
 use crate::bucket::layout::Tier;
 use crate::bucket::slices::Slices;
@@ -22,6 +23,7 @@ pub(in crate::engine) struct Memory {
     /// The model's flat weights.
     pub(in crate::engine) weights: DeviceSlice,
     weights_lease: Lease,
+    pub(in crate::engine) frozen: FrozenWeights,
     /// Inputs of all micro-batches of a step.
     batches: PinnedSlice,
     pub(in crate::engine) bounce_buffer: BounceBuffer,
@@ -36,8 +38,10 @@ impl Memory {
         let states = StateTiers::new((plan.optimizer(), plan.protocol.masters), slices, split_weights, (dev, host))?;
         let batches = host.alloc("batches", plan.micro_batches_of_rank() * input_bytes(plan))?;
         dev.pin(batches)?;
-        let (weights, bounce_buffer) = (DeviceSlice::at(0, 0, plan.recipe.numerics.dtype), BounceBuffer::new((dev, host))?);
-        let mut memory = Self { states, weights, weights_lease: Lease::default(), batches, bounce_buffer, split_weights };
+        let (dtype, bounce_buffer) = (plan.recipe.numerics.dtype, BounceBuffer::new((dev, host))?);
+        let frozen = FrozenWeights::new(dev, &TensorTable::new(&plan.recipe.model), dtype)?;
+        let weights = DeviceSlice::at(0, 0, dtype);
+        let mut memory = Self { states, weights, weights_lease: Lease::default(), frozen, batches, bounce_buffer, split_weights };
         memory.take_weights(plan, exchange, dev)?;
         Ok(memory)
     }
@@ -76,7 +80,7 @@ impl Memory {
         self.batches.slice(micro_step * input_bytes(plan), input_bytes(plan))
     }
 
-    /// Writes random initial parameters into the state, with `threads` threads. Leaves all other arrays unchanged. No job may be running.
+    /// Writes random initial parameters into the state and the frozen weights, with `threads` threads. Leaves all other arrays unchanged. No job may be running.
     pub(in crate::engine) fn init_params<D: Device>(
         &self,
         (dev, host): Sides<'_, D>,
@@ -93,6 +97,7 @@ impl Memory {
                 state.list[StatePart::PARAMS].settle(params);
             }
         }
+        self.frozen.init((&mut *dev, &mut *host), &self.bounce_buffer, table, (seed, threads))?;
         let split = self.split_weights.map(|_| 0..self.states.host_elems());
         for range in split.into_iter().chain(self.states.device.iter().map(|state| state.local.clone())) {
             let mut buffer = vec![0.0; PIECE_ELEMS.min(range.len())];

@@ -1,6 +1,7 @@
 //! Memory that depends on the plan and holds nothing between two steps: gradients, activations and slots. Another plan allocates it anew.
 
 use super::boundaries::Boundaries;
+use super::frozen_weights::FrozenWeights;
 use super::permanent::Memory;
 use super::weight_flow::{Source, WeightFlow};
 use crate::bucket::layout::Tier;
@@ -13,11 +14,11 @@ use crate::engine::step_job::{Segment, SlotMemory, StepMemory};
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
 use crate::memory::RingShape;
-use crate::model::Model;
 use crate::model::activations::ActivationPlan;
 use crate::model::rope::RopeTable;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
+use crate::model::{Model, ParamMemory};
 use crate::optim::simd::AdamKernels;
 use crate::planner::plan::Plan;
 use std::sync::Arc;
@@ -86,7 +87,8 @@ impl StepScratch {
         let tokens = plan.recipe.step.micro_batch * plan.recipe.step.seq_length;
         let rows = LateRows::take(&plan.placement.layout, (shape, &table), tokens, (dev, host), lease)?;
         let boundaries = Boundaries::new(plan, (dev, host), lease)?;
-        let model = Arc::new(Model::new(shape.clone(), weights, grads, activations)?);
+        let FrozenWeights { weights: frozen, unused_grads } = permanent.frozen;
+        let model = Arc::new(Model::new(shape.clone(), ParamMemory { weights, grads, frozen, unused_grads }, activations)?);
         Ok((Self { step, copies, pinned_copies: None, staging_d2h, staging_h2d, boundaries, rows, lease: Lease::default() }, model, flow))
     }
 

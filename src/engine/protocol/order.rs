@@ -31,10 +31,12 @@ pub(crate) enum Order {
     BeginSave,
     /// Wait until the running save has read this rank's state.
     EndSave,
+    /// Write weights of frozen tensors from the mail buffer. Arguments: first element, elements.
+    WriteFrozen,
 }
 
 impl Order {
-    const ALL: [Self; 13] = [
+    const ALL: [Self; 14] = [
         Self::Step,
         Self::Flush,
         Self::Init,
@@ -48,6 +50,7 @@ impl Order {
         Self::Save,
         Self::BeginSave,
         Self::EndSave,
+        Self::WriteFrozen,
     ];
 
     /// The order of this number, if there is one.
@@ -60,7 +63,7 @@ impl Order {
         match self {
             Self::Step => "is in a step",
             Self::Flush => "is writing updates",
-            Self::Init | Self::Write | Self::Send | Self::Resume => "is taking the state",
+            Self::Init | Self::Write | Self::WriteFrozen | Self::Send | Self::Resume => "is taking the state",
             Self::Read => "is reading the state",
             Self::Evaluate => "is evaluating",
             Self::Finish => "is ending its threads",

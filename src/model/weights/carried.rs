@@ -1,11 +1,11 @@
-//! Tensors that training carries over: those of a multimodal model beside its text part, byte for byte, in one file. The file also lists all
-//! tensors of the source in their order, so that an export can mirror the source without it.
+//! Tensors that training carries over: frozen tensors, and those of a multimodal model beside its text part, byte for byte, in one file. The
+//! file also lists all tensors of the source in their order, so that an export can mirror the source without it.
 
 use super::load::{ModelWeights, PartSource};
 use super::safetensors::{METADATA, TensorFile};
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
-use crate::model::tensors::Role;
+use crate::model::tensors::{HfPart, Role, TensorSpec};
 use crate::model_dir::ModelDir;
 use ::safetensors::tensor::{Dtype, TensorInfo};
 use serde::{Deserialize, Serialize};
@@ -41,23 +41,39 @@ impl SourceTensor {
 }
 
 impl ModelWeights {
-    /// Whether the model is the text part of a multimodal one, whose export mirrors these files.
-    pub(crate) fn is_text_part(&self) -> bool {
-        self.shape().family.text_part().is_some()
+    /// Checks that an export can mirror these files. Experts in MXFP4 cannot be trained beside frozen tensors.
+    ///
+    /// # Errors
+    /// Tensors that do not fit the model; `Unsupported` with the name of a trained tensor in MXFP4.
+    pub(crate) fn check_frozen(&self) -> Result<()> {
+        if self.shape().frozen.is_empty() {
+            return Ok(());
+        }
+        let is_trained =
+            |(spec, _, source): &&(&TensorSpec, HfPart, PartSource<'_>)| !spec.frozen && matches!(source, PartSource::Mxfp4 { .. });
+        match self.parts()?.iter().find(is_trained) {
+            None => Ok(()),
+            Some((_, part, _)) => Err(Error::Unsupported(format!(
+                "{}: {} is in MXFP4 and would be trained beside frozen tensors; freeze it too, or convert the model to bfloat16 first",
+                self.dir().display(),
+                part.name
+            ))),
+        }
     }
 
     /// All tensors of these files in order.
     fn source(&self) -> Result<Vec<SourceTensor>> {
         let parts = self.parts()?;
         let plain = |source: &PartSource<'_>| if let PartSource::Plain(tensor) = source { Some(tensor.name.to_string()) } else { None };
-        let named = parts.iter().filter_map(|(_, part, source)| Some((plain(source)?, part.name.clone())));
-        let mut trained: HashMap<String, String> = named.collect();
-        let embedding = parts.iter().find(|(spec, ..)| spec.role == Role::Wte);
+        let trained = || parts.iter().filter(|(spec, ..)| !spec.frozen);
+        let named = trained().filter_map(|(_, part, source)| Some((plain(source)?, part.name.clone())));
+        let mut names: HashMap<String, String> = named.collect();
+        let embedding = trained().find(|(spec, ..)| spec.role == Role::Wte);
         if let Some((copy, (_, part, _))) = self.tied_copy().zip(embedding) {
-            trained.insert(copy.name.to_string(), part.name.clone());
+            names.insert(copy.name.to_string(), part.name.clone());
         }
         let tensor = |name: &str, TensorInfo { dtype, shape, .. }: &TensorInfo| {
-            let (name, trained) = (name.to_string(), trained.get(name).cloned());
+            let (name, trained) = (name.to_string(), names.get(name).cloned());
             SourceTensor { name, dtype: *dtype, shape: shape.clone(), trained }
         };
         Ok(self.in_order().map(|located| tensor(located.name, located.info)).collect())
@@ -72,14 +88,14 @@ impl ModelWeights {
         Ok((header.len() + list.len() + carried.iter().map(SourceTensor::bytes).sum::<usize>()) as u64)
     }
 
-    /// Size of the file of carried tensors of the model of `shape` in the directory `dir`; 0 if `shape` is text only, or `dir` has no weights.
+    /// Size of the file of carried tensors of the model of `shape` in the directory `dir`; 0 if `shape` carries none, or `dir` has no weights.
     ///
     /// # Errors
     /// Errors of [`ModelWeights::open`].
     pub(crate) fn carried_bytes_in(dir: &Path, shape: &ModelShape) -> Result<u64> {
-        match shape.family.text_part() {
-            Some(_) if Self::are_in(&ModelDir::open(dir)?)? => Self::open(dir, shape)?.carried_bytes(),
-            _ => Ok(0),
+        match shape.carries_tensors() && Self::are_in(&ModelDir::open(dir)?)? {
+            true => Self::open(dir, shape)?.carried_bytes(),
+            false => Ok(0),
         }
     }
 

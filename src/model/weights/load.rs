@@ -105,6 +105,15 @@ impl ModelWeights {
         Ok(shape.untied_if(has_head))
     }
 
+    /// These weights for `shape`, the same model with other tensors frozen.
+    ///
+    /// # Errors
+    /// Errors of [`ModelWeights::check_frozen`].
+    pub(crate) fn freezing(self, shape: ModelShape) -> Result<Self> {
+        let weights = Self { table: TensorTable::new(&shape), shape, ..self };
+        weights.check_frozen().map(|()| weights)
+    }
+
     /// Whether `dir` has weights.
     pub(super) fn are_in(dir: &ModelDir) -> Result<bool> {
         Ok(dir.file(SINGLE)?.exists() || dir.file(INDEX)?.exists())
@@ -139,14 +148,27 @@ impl ModelWeights {
         self.breaks_tie.then(line)
     }
 
-    /// Passes every weight to `write`, widened from F32, BF16 or F16. The arguments are the first element's index in the flat range of the
-    /// model's [`TensorTable`] and a block of elements. Padding is not passed.
+    /// Passes every trained weight to `write`, widened from F32, BF16 or F16. The arguments are the first element's index in the flat range of
+    /// the model's [`TensorTable`] and a block of elements. Padding is not passed.
     ///
     /// # Errors
     /// A file that cannot be read; a weight that is not finite. Each error contains the file. Errors of `write`.
-    pub fn read(&self, mut write: impl FnMut(usize, &[f32]) -> Result<()>) -> Result<()> {
+    pub fn read(&self, write: impl FnMut(usize, &[f32]) -> Result<()>) -> Result<()> {
+        self.read_some(|spec| !spec.frozen, write)
+    }
+
+    /// As [`ModelWeights::read`], for frozen weights and their range.
+    ///
+    /// # Errors
+    /// As [`ModelWeights::read`].
+    pub fn read_frozen(&self, write: impl FnMut(usize, &[f32]) -> Result<()>) -> Result<()> {
+        self.read_some(|spec| spec.frozen, write)
+    }
+
+    fn read_some(&self, holds: impl Fn(&TensorSpec) -> bool, mut write: impl FnMut(usize, &[f32]) -> Result<()>) -> Result<()> {
         let mut reader = Reader::default();
-        self.parts()?.into_iter().try_for_each(|(spec, part, source)| reader.read_part(spec, &part, source, &mut write))
+        let parts = self.parts()?.into_iter().filter(|(spec, ..)| holds(spec));
+        parts.into_iter().try_for_each(|(spec, part, source)| reader.read_part(spec, &part, source, &mut write))
     }
 
     fn names(&self) -> &'static Names {
@@ -194,7 +216,7 @@ impl ModelWeights {
         if let Some(copy) = self.tied_copy() {
             unexpected.remove(copy.name);
         }
-        for (spec, part) in self.table.specs().iter().flat_map(|spec| spec.parts().map(move |part| (spec, part))) {
+        for (spec, part) in self.table.all().flat_map(|spec| spec.parts().map(move |part| (spec, part))) {
             let (name, bare) = self.names_in_files(&part.name);
             let mut take = |name: &str| unexpected.remove(name).then(|| self.find(name)).flatten();
             let plain = [Some(&name), bare.as_ref()].into_iter().flatten().find_map(|name| take(name));

@@ -1,0 +1,41 @@
+//! Numbers of parameters.
+
+use super::{Module, Role, TensorSpec, TensorTable};
+
+impl TensorTable {
+    /// Number of parameters, trained and frozen, without padding.
+    pub fn params(&self) -> usize {
+        self.all().map(TensorSpec::elems).sum()
+    }
+
+    /// Number of trained parameters, without padding.
+    pub fn trained_params(&self) -> usize {
+        self.specs.iter().map(TensorSpec::elems).sum()
+    }
+
+    /// Number of parameters in matrix products: all matrices, with only the experts that a token uses. A tied embedding counts as the
+    /// output matrix; an embedding alone does not count.
+    pub(crate) fn matmul_params(&self) -> usize {
+        self.product_matrices().map(TensorSpec::multiplied_elems).sum()
+    }
+
+    /// Parameters of [`TensorTable::matmul_params`] by product: the forward pass, gradients of inputs, and gradients of weights.
+    pub(in crate::model) fn multiplied_params(&self) -> [usize; 3] {
+        let counts: [fn(&Self, &TensorSpec) -> bool; 3] =
+            [|_, _| true, |table, spec| table.runs_backward(table.reads(spec)), |_, spec| !spec.frozen];
+        counts.map(|counts| self.product_matrices().filter(|spec| counts(self, spec)).map(TensorSpec::multiplied_elems).sum())
+    }
+
+    /// The module that multiplies by the matrix `spec`.
+    fn reads(&self, spec: &TensorSpec) -> Module {
+        if spec.role == Role::Wte { Module::Head } else { spec.module }
+    }
+
+    /// The matrices `[out, in]` of the matrix products: see [`TensorTable::matmul_params`].
+    pub(crate) fn product_matrices(&self) -> impl Iterator<Item = &TensorSpec> {
+        let tied = self.find(Module::Head, Role::LmHead).is_none();
+        let is_other = |spec: &TensorSpec| matches!(spec.role, Role::Wpe | Role::DeltaConv);
+        let counts = move |spec: &&TensorSpec| spec.shape.len() == 2 && !is_other(spec) && (tied || spec.role != Role::Wte);
+        self.all().filter(counts)
+    }
+}

@@ -1,0 +1,57 @@
+//! Frozen tensors: their own range, and the modules in which nothing is trained.
+
+use super::{Module, Role, TENSOR_ALIGN_ELEMS, TensorSpec, TensorTable};
+use std::ops::Range;
+
+impl TensorSpec {
+    /// Whether the gradient of the tensor is a product of its own, or that of an embedding, so that it need not be computed.
+    pub(in crate::model) fn is_matrix(&self) -> bool {
+        self.shape.len() == 2 && self.role != Role::DeltaConv
+    }
+}
+
+impl TensorTable {
+    /// Every frozen tensor, in the order of their own range.
+    pub fn frozen(&self) -> &[TensorSpec] {
+        &self.frozen
+    }
+
+    /// Every tensor: trained tensors in flat order, then frozen ones.
+    pub(crate) fn all(&self) -> impl Iterator<Item = &TensorSpec> {
+        self.specs.iter().chain(&self.frozen)
+    }
+
+    /// Length of the range of frozen tensors, including padding.
+    pub fn frozen_elems(&self) -> usize {
+        self.frozen.last().map_or(0, |last| last.range().end.next_multiple_of(TENSOR_ALIGN_ELEMS))
+    }
+
+    /// Elements of the memory into which kernels write gradients of frozen vectors, which they compute together with other gradients.
+    pub(crate) fn unused_grad_elems(&self) -> usize {
+        2 * self.longest_frozen_vector()
+    }
+
+    /// The place in that memory of the gradient of `spec`. A kernel computes at most two gradients, of neighbours in the table.
+    pub(in crate::model) fn unused_grad(&self, spec: &TensorSpec) -> Range<usize> {
+        let start = spec.index % 2 * self.longest_frozen_vector();
+        start..start + spec.elems()
+    }
+
+    fn longest_frozen_vector(&self) -> usize {
+        let longest = self.frozen.iter().filter(|spec| !spec.is_matrix()).map(TensorSpec::elems).max();
+        longest.unwrap_or(0).next_multiple_of(TENSOR_ALIGN_ELEMS)
+    }
+
+    /// The lowest layer in which the backward pass computes anything; the number of layers if there is none.
+    pub(crate) fn first_backward_layer(&self) -> usize {
+        self.modules().filter(|module| matches!(module, Module::Layer(_)) && !self.runs_backward(*module)).count()
+    }
+
+    /// Whether the backward pass computes anything in `module`: a tensor of it, or of a module below it, is trained.
+    ///
+    /// # Panics
+    /// If the model has no such layer.
+    pub(crate) fn runs_backward(&self, module: Module) -> bool {
+        self.specs.last().is_some_and(|lowest| self.module_index(module) <= self.module_index(lowest.module))
+    }
+}
