@@ -17,7 +17,7 @@ pub enum PolicyLossKind {
     Dapo,
     /// Policy gradients with clipped ratios: the mean over completions of their means over tokens.
     Grpo,
-    /// Policy gradients with clipped ratios: the sum over tokens, divided by completions and --max-completion-length.
+    /// Policy gradients with clipped ratios: the sum over tokens, divided by completions and a constant length.
     #[value(alias = "dr_grpo")]
     #[serde(alias = "dr_grpo")]
     DrGrpo,
