@@ -38,7 +38,7 @@ pub mod data {
     pub use crate::data::encode::tokenizer_handle::Tokenizer;
     pub use crate::data::loader::{DataPosition, Loader};
     pub use crate::data::rows::batch::{Batch, Batches};
-    pub use crate::data::rows::row_table::{Packing, RowRules};
+    pub use crate::data::rows::row_rules::{Packing, RowRules};
     pub use crate::data::tokenizer::AddBos;
 }
 

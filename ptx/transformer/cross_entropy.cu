@@ -352,7 +352,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const Answer rejected = answer_sum(targets, stats, middle, end, read_double(words + 6));
         const PairTerms terms = pair_terms(kind, beta, own, margin, chosen, rejected);
         for (int row = first + int(lane); row < end; row += WARP) {
-            const double slope = is_of_prompt(targets[row]) ? terms.prompt_slope : terms.slopes[row < middle ? 0 : 1];
+            const double of_answer = row < middle ? terms.slopes[0] : terms.slopes[1];
+            const double slope = is_of_prompt(targets[row]) ? terms.prompt_slope : of_answer;
             scales[row] = (float)(-slope / step_pairs * (double)scale);
         }
         if (lane < 2) write_double(sums + (size_t)pair * 4 + lane * 2, lane == 0 ? chosen.sum : rejected.sum);

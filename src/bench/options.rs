@@ -1,7 +1,7 @@
 //! Flags of `bench step`: the flags of `train` that affect a step, and flags of the measurement.
 
 use crate::config::settings::TrainOptions;
-use crate::data::rows::row_table::Packing;
+use crate::data::rows::row_rules::Packing;
 use crate::describe::flag_name;
 use crate::error::{Error, Result};
 use crate::model::presets;

@@ -4,7 +4,7 @@ use super::checks::check;
 use super::settings::Settings;
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::DataFormat;
-use crate::data::rows::row_table::{Overlong, Packing};
+use crate::data::rows::row_rules::{Overlong, Packing};
 use crate::describe;
 use crate::error::Result;
 use crate::objective::ObjectiveKind;

@@ -2,7 +2,7 @@
 
 use super::options::{MatmulDtype, Rollback, TrainDtype};
 use super::settings::Settings;
-use crate::data::rows::row_table::{RolloutRules, RowRules};
+use crate::data::rows::row_rules::{RolloutRules, RowRules};
 use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
 use crate::dtype::Dtype;
 use crate::error::Result;

@@ -3,7 +3,7 @@
 use super::options::{GpuCount, InitChoice};
 use super::settings::{Settings, TrainOptions};
 use crate::data::chat::record::DataFormat;
-use crate::data::rows::row_table::Packing;
+use crate::data::rows::row_rules::Packing;
 use crate::error::{Error, Result};
 use crate::hub::is_model_name;
 use crate::model_dir::expect_exists;

@@ -14,7 +14,7 @@ use super::options::{
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::DataFormat;
 use crate::data::rows::hold_out::EvalSplit;
-use crate::data::rows::row_table::{Overlong, Packing};
+use crate::data::rows::row_rules::{Overlong, Packing};
 use crate::data::tokenizer::AddBos;
 use crate::describe;
 use crate::device::LongSums;

@@ -5,7 +5,7 @@ use super::encode::text_files::bytes_of;
 use super::read::demo::DEMO_TEXT;
 use super::read::files::{SourceKind, kind};
 use super::rows::hold_out::EvalSplit;
-use super::rows::row_table::RowRules;
+use super::rows::row_rules::RowRules;
 use super::run_sources::KnownSources;
 use std::path::PathBuf;
 

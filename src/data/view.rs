@@ -9,7 +9,7 @@ use super::encode::tokenizer_handle::Tokenizer;
 use super::read::files;
 use super::rows::hold_out::EvalSplit;
 use super::rows::lengths::DocumentLengths;
-use super::rows::row_table::RowRules;
+use super::rows::row_rules::RowRules;
 use crate::error::Result;
 use crate::error::printable;
 use crate::error::terminal::printable_lines;

@@ -4,7 +4,7 @@ use super::engine::Launcher;
 use super::process_info::{HostResources, ProcessInfo};
 use crate::bucket::layout::BucketLayout;
 use crate::config::settings::Settings;
-use crate::data::rows::row_table::Packing;
+use crate::data::rows::row_rules::Packing;
 use crate::device::{Kernels, LongSums};
 use crate::disk;
 use crate::engine::executor::Engine;

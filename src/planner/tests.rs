@@ -5,7 +5,7 @@ use super::machine::Machine;
 use crate::bucket::layout::Tier;
 use crate::config::options::{MatmulDtype, Rollback, TrainDtype};
 use crate::config::settings::Settings;
-use crate::data::rows::row_table::Packing;
+use crate::data::rows::row_rules::Packing;
 use crate::device::{Attention, DeviceKind};
 use crate::hardware::profile::Profile;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace};

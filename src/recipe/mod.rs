@@ -12,7 +12,7 @@ pub(crate) mod tests;
 
 use crate::data::rows::batch;
 use crate::data::rows::hold_out::EvalSplit;
-use crate::data::rows::row_table::{Overlong, Packing};
+use crate::data::rows::row_rules::{Overlong, Packing};
 use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
 use crate::dtype::Dtype;
 use crate::faults::Injection;

@@ -5,7 +5,7 @@ use super::text::record_flags;
 use crate::config::settings::Settings;
 use crate::data::encode::text_files;
 use crate::data::read::files;
-use crate::data::rows::row_table::Packing;
+use crate::data::rows::row_rules::Packing;
 use crate::disk::named_by;
 use crate::error::Result;
 use serde::Deserialize;

@@ -245,7 +245,7 @@ mod tests {
     use crate::data::dataset::tests::counting;
     use crate::data::loader::Loader;
     use crate::data::rows::batch::{Batch, Batches, arrays};
-    use crate::data::rows::row_table::Packing;
+    use crate::data::rows::row_rules::Packing;
     use crate::engine::protocol::verdict::Verdict;
     use crate::recipe::tests::recipe;
     use crate::train::tests::RecordingObserver;

@@ -9,7 +9,7 @@ use crate::config::options::{DeviceChoice, ReplanChoice, TokenizerChoice};
 use crate::config::settings::{Settings, TrainOptions};
 use crate::data::encode::prompt;
 use crate::data::encode::tokenizer_handle::Tokenizer;
-use crate::data::rows::row_table::Packing;
+use crate::data::rows::row_rules::Packing;
 use crate::data::tokenizer::AddBos;
 use crate::device::Kernels;
 use crate::engine::executor::Engine;

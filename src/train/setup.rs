@@ -24,7 +24,7 @@ use crate::data::encode::tokenizer_handle::Tokenizer;
 use crate::data::host_bytes::host_bytes;
 use crate::data::loader::{DataPosition, Loader, steps_for_epochs};
 use crate::data::prepared::cache::remove_others;
-use crate::data::rows::row_table::Packing;
+use crate::data::rows::row_rules::Packing;
 use crate::data::run_sources::KnownSources;
 use crate::device::Kernels;
 use crate::disk::Dir;

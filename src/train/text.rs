@@ -9,7 +9,7 @@ use crate::data::dataset::Dataset;
 use crate::data::encode::text_files;
 use crate::data::encode::tokenizer_handle::Tokenizer;
 use crate::data::read::files;
-use crate::data::rows::row_table::Packing;
+use crate::data::rows::row_rules::Packing;
 use crate::data::run_sources::KnownSources;
 use crate::data::tokenizer::AddBos;
 use crate::describe;

@@ -5,7 +5,7 @@ use super::tests::{rules, turn};
 use crate::data::context::Preparation;
 use crate::data::dataset::Dataset;
 use crate::data::encode::tokenizer_handle::Tokenizer;
-use crate::data::rows::row_table::{Packing, RowRules};
+use crate::data::rows::row_rules::{Packing, RowRules};
 use crate::data::tokenizer::AddBos;
 use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;

@@ -244,7 +244,7 @@ mod tests {
     use super::*;
     use crate::data::dataset::Dataset;
     use crate::data::encode::tokenizer_handle::Tokenizer;
-    use crate::data::rows::row_table::{Packing, RowRules};
+    use crate::data::rows::row_rules::{Packing, RowRules};
     use crate::data::tokenizer::AddBos;
     use proptest::prelude::*;
     use std::path::PathBuf;

@@ -5,99 +5,22 @@
 
 use super::batch::{BatchRow, RowList, RowPairs};
 use super::best_fit::best_fit_decreasing;
-use super::bounds::{Bounds, DocumentBounds};
+use super::bounds::Bounds;
+use super::document_part::{DocumentPart, NO_TARGET};
 use super::hold_out::Side;
+use super::packer::{NumbersBeside, Packer, PackingCounts};
 use super::rollout_numbers;
+use super::row_rules::{Overlong, Packing, RowRules};
 use super::token_stream::TokenStream;
 use crate::data::checksum::hex;
 use crate::data::context::Preparation;
 use crate::data::loss_weight::{LossWeight, id_of};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::policy_loss::TOKEN_WORDS;
 use crate::units::counted;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
-use std::fmt;
 use std::ops::Range;
-
-/// Parts of documents in a run at most: their table is in memory, and the plan counts it.
-const PARTS_MAX: u64 = 1 << 24;
-/// No record with a token is shorter.
-const DOCUMENT_BYTES_MIN: u64 = 10;
-/// The target of a token that nothing follows.
-const NO_TARGET: i32 = -1;
-
-/// How documents become rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Packing {
-    /// `bfd` for chats, prompts with completions and instructions, else `wrapped`.
-    Auto,
-    /// One stream of text, cut into rows: rows may begin and end within a document, and attention crosses documents.
-    Wrapped,
-    /// Best-fit decreasing: as many whole documents in a row as fit, each with separate attention.
-    Bfd,
-    /// One document in a row, followed by padding.
-    Off,
-}
-
-/// Treatment of a document that is longer than a row of [`Packing::Bfd`] or [`Packing::Off`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Overlong {
-    /// Text is split, records are truncated.
-    Auto,
-    /// Keep the first tokens.
-    Truncate,
-    /// Split the document into row-sized documents.
-    Split,
-    /// Leave the document out.
-    Drop,
-}
-
-/// How tokens become rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RowRules {
-    /// Tokens of a row.
-    pub seq_length: usize,
-    /// How documents become rows.
-    pub packing: Packing,
-    /// Treatment of documents that are longer than a row.
-    pub overlong: Overlong,
-    /// Largest number of tokens of an answer of a pair with its prompt, at most half a row; `None` if the data has no pairs.
-    pub pair_length: Option<usize>,
-    /// Whether the tokens of a chosen answer's prompt are targets, with the least weight.
-    pub trains_prompts: bool,
-    /// Rules of sampled completions; `None` if the data has none.
-    pub rollouts: Option<RolloutRules>,
-}
-
-/// Rules of sampled completions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RolloutRules {
-    /// Whether each token needs a log-probability of the reference.
-    pub needs_reference: bool,
-}
-
-/// Numbers beside the tokens of documents, in the same stream.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(in crate::data) struct NumbersBeside {
-    /// Documents of the stream that are numbers.
-    pub(in crate::data) documents: u64,
-    /// Their words.
-    pub(in crate::data) words: u64,
-}
-
-/// A document, or a part of one, in a row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct DocumentPart {
-    /// Its first token's place in the stream.
-    start: u64,
-    /// At least 1.
-    tokens: u32,
-    /// The target of its last token.
-    next: i32,
-}
 
 /// Which documents are in which row.
 pub(in crate::data) struct RowTable {
@@ -121,212 +44,11 @@ pub(in crate::data) struct RowTable {
     trains_prompts: bool,
 }
 
-/// Numbers of documents by their treatment.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct PackingCounts {
-    documents: u64,
-    truncated: u64,
-    split: u64,
-    dropped: u64,
-    untrained: u64,
-}
-
-impl PackingCounts {
-    /// Whether more than one in a hundred documents lacks something.
-    fn loses_much(self) -> bool {
-        100 * (self.truncated + self.untrained + self.dropped) > self.documents + self.untrained + self.dropped
-    }
-}
-
-impl fmt::Display for Packing {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::Wrapped => "wrapped",
-            Self::Bfd => "bfd",
-            Self::Off => "off",
-        })
-    }
-}
-
-impl Packing {
-    /// Whether rows are cut from one stream. So they are where nobody has looked at the data yet.
-    pub(crate) fn is_cut(self) -> bool {
-        matches!(self, Self::Auto | Self::Wrapped)
-    }
-}
-
-impl RowRules {
-    /// One stream, cut into rows of `seq_length` tokens.
-    pub fn wrapped(seq_length: usize) -> Self {
-        Self { seq_length, packing: Packing::Wrapped, overlong: Overlong::Auto, pair_length: None, trains_prompts: false, rollouts: None }
-    }
-
-    /// The flag that limits the length of documents.
-    fn length_flag(self) -> &'static str {
-        if self.pair_length.is_some() { "--pair-length" } else { "--seq-length" }
-    }
-
-    /// Host memory that the table of rows takes at most, of `text` bytes of text.
-    pub(in crate::data) fn table_bytes(self, text: u64) -> u64 {
-        let parts = (text / DOCUMENT_BYTES_MIN + text / self.seq_length.max(1) as u64).min(PARTS_MAX);
-        let reference = self.pair_length.map_or(0, |_| size_of::<f64>());
-        if self.packing.is_cut() { 0 } else { parts * (size_of::<DocumentPart>() + size_of::<u32>() + reference) as u64 }
-    }
-
-    /// Rows of `text` bytes of text and `ids` token ids, at most.
-    pub(in crate::data) fn rows_max(self, text: u64, ids: u64) -> u64 {
-        let cut = (text + ids) / self.seq_length.max(1) as u64;
-        if self.packing.is_cut() { cut } else { (cut + text / DOCUMENT_BYTES_MIN).min(PARTS_MAX) }
-    }
-}
-
-/// Documents on their way into rows.
-struct Packer<'a> {
-    stream: &'a TokenStream,
-    rules: RowRules,
-    /// The token that follows a document of text.
-    end_of_text: i32,
-    /// Whether every token of the stream is trained.
-    is_all_trained: bool,
-    tokens: Vec<i32>,
-    parts: Vec<DocumentPart>,
-    counts: PackingCounts,
-    /// The chosen answer of a pair whose rejected answer comes next, or the tokens of a completion whose numbers come next.
-    first: Option<Range<u64>>,
-    beside: NumbersBeside,
-}
-
-impl Packer<'_> {
-    /// An answer of a pair of `limit` tokens at most; the chosen answer comes first. A pair with an answer that is cut before its first
-    /// trained token is left out.
-    fn add_answer(&mut self, document: DocumentBounds, limit: u64) -> Result<()> {
-        let Some([chosen, rejected]) = self.both(document, "a record does not have a chosen and a rejected answer")? else { return Ok(()) };
-        let answers = [chosen, rejected].map(|answer| (answer.start, answer.end - answer.start));
-        let before = self.parts.len();
-        for (start, length) in answers {
-            self.part(start, length.min(limit), NO_TARGET)?;
-        }
-        let is_in = self.parts.len() == before + 2;
-        self.parts.truncate(if is_in { before + 2 } else { before });
-        self.counts.truncated += u64::from(is_in && answers.iter().any(|(_, length)| *length > limit));
-        self.counts.documents += u64::from(is_in);
-        self.counts.untrained += u64::from(!is_in);
-        if self.parts.len() as u64 <= PARTS_MAX { Ok(()) } else { Err(too_many(self.rules.packing)) }
-    }
-
-    /// A prompt with its completion, or the numbers of the completion. A completion that is longer than a row is left out.
-    fn add_rollout(&mut self, document: DocumentBounds, rules: RolloutRules) -> Result<()> {
-        let wrong = "a record does not have a completion with its numbers";
-        let Some([tokens, numbers]) = self.both(document, wrong)? else { return Ok(()) };
-        let length = tokens.end - tokens.start;
-        self.beside.documents += 1;
-        self.beside.words += numbers.end - numbers.start;
-        if length > self.rules.seq_length as u64 {
-            self.counts.dropped += 1;
-            return Ok(());
-        }
-        self.counts.documents += 1;
-        self.parts.push(DocumentPart { start: tokens.start, tokens: length as u32, next: NO_TARGET });
-        if self.parts.len() as u64 > PARTS_MAX {
-            return Err(too_many(self.rules.packing));
-        }
-        let targets = &mut self.tokens[1..length as usize];
-        self.stream.read(tokens.start as usize + 1, targets)?;
-        let trained = targets.iter().filter(|target| **target >= 0).count() as u64;
-        if tokens.end != numbers.start || trained == 0 || rollout_numbers::words(trained) != numbers.end - numbers.start {
-            return Err(Error::format("the data", wrong));
-        }
-        if rules.needs_reference && !rollout_numbers::have_reference(self.stream, numbers)? {
-            let number = self.beside.documents;
-            return Err(Error::format("the data", format_args!("completion {number} has no `ref_logps`; add them, or leave out --beta")));
-        }
-        Ok(())
-    }
-
-    /// Both documents of a record, once the second one is known.
-    fn both(&mut self, document: DocumentBounds, wrong: &str) -> Result<Option<[Range<u64>; 2]>> {
-        match (document.continues, self.first.take()) {
-            (false, None) => {
-                self.first = Some(document.tokens);
-                Ok(None)
-            }
-            (true, Some(first)) => Ok(Some([first, document.tokens])),
-            _ => Err(Error::format("the data", wrong)),
-        }
-    }
-
-    fn add(&mut self, DocumentBounds { tokens, is_record, .. }: DocumentBounds) -> Result<()> {
-        let (length, row, before) = (tokens.end - tokens.start, self.rules.seq_length as u64, self.parts.len());
-        let next = if is_record { NO_TARGET } else { self.end_of_text };
-        match self.rules.overlong {
-            _ if length == 0 => return Ok(()),
-            _ if length <= row => self.part(tokens.start, length, next)?,
-            Overlong::Drop => {
-                self.counts.dropped += 1;
-                return Ok(());
-            }
-            overlong if overlong == Overlong::Truncate || overlong == Overlong::Auto && is_record => {
-                self.counts.truncated += 1;
-                self.part(tokens.start, row, NO_TARGET)?;
-            }
-            _ => {
-                self.counts.split += 1;
-                self.split(tokens, next)?;
-            }
-        }
-        let is_in = self.parts.len() > before;
-        self.counts.documents += u64::from(is_in);
-        self.counts.untrained += u64::from(!is_in);
-        if self.parts.len() as u64 <= PARTS_MAX { Ok(()) } else { Err(too_many(self.rules.packing)) }
-    }
-
-    /// Every row's worth of a document; the first token of each is the target of the last of the one before.
-    fn split(&mut self, tokens: Range<u64>, next: i32) -> Result<()> {
-        let row = self.rules.seq_length as u64;
-        for start in tokens.clone().step_by(row as usize) {
-            let left = tokens.end - start;
-            let next = if left > row { self.token(start + row)? } else { next };
-            self.part(start, left.min(row), next)?;
-        }
-        Ok(())
-    }
-
-    /// A part of a document, unless none of its targets is trained.
-    fn part(&mut self, start: u64, tokens: u64, next: i32) -> Result<()> {
-        if next >= 0 || self.is_trained(start, tokens as usize)? {
-            self.parts.push(DocumentPart { start, tokens: tokens as u32, next });
-        }
-        Ok(())
-    }
-
-    /// Whether a token after the first of a document's is.
-    fn is_trained(&mut self, start: u64, tokens: usize) -> Result<bool> {
-        if self.is_all_trained || tokens < 2 {
-            return Ok(tokens >= 2);
-        }
-        let targets = &mut self.tokens[1..tokens];
-        self.stream.read(start as usize + 1, targets)?;
-        Ok(targets.iter().any(|target| *target >= 0))
-    }
-
-    /// The token at `at`, as a target.
-    fn token(&self, at: u64) -> Result<i32> {
-        let mut token = [0];
-        self.stream.read(at as usize, &mut token)?;
-        Ok(token[0].max(NO_TARGET))
-    }
-}
-
 /// Gives the least weight to all targets that are not trained.
 fn train_prompt(targets: &mut [i32]) {
     for target in targets.iter_mut().filter(|target| **target < 0) {
         *target = LossWeight::LEAST.word(id_of(*target as u32)) as i32;
     }
-}
-
-fn too_many(packing: Packing) -> Error {
-    Error::Unsupported(format!("--packing {packing} with more than {PARTS_MAX} documents; use --packing wrapped"))
 }
 
 impl RowTable {
@@ -547,6 +269,7 @@ impl RowTable {
 
 #[cfg(test)]
 mod tests {
+    use super::super::row_rules::RolloutRules;
     use super::*;
     use crate::data::chat::record::{DataFormat, RecordRules};
     use crate::data::dataset::Dataset;
