@@ -166,6 +166,21 @@ fn a_run_resumes_with_the_same_frozen_tensors_and_no_others() {
 }
 
 #[test]
+fn a_run_has_the_losses_and_samples_of_one_without_frozen_tensors_until_weights_change() {
+    let workspace = deep_workspace(true);
+    let of = |out: &str, freeze: &[&str]| {
+        let flags = ["--learning-rate", "0", "--max-steps", "2", "--eval-steps", "1", "--eval-data", "data.txt"].map(String::from);
+        let flags = flags.map(|flag| if flag == "data.txt" { workspace.path("data.txt").to_str().unwrap().to_string() } else { flag });
+        train(&workspace, out, &[&flags.each_ref().map(String::as_str)[..], freeze].concat()).digest();
+        let losses: Vec<_> = workspace.metrics(out).iter().map(|line| (line["loss"].clone(), line["eval_loss"].clone())).collect();
+        let sampled = run(program(&["sample", "--prompt", "Colour"]).arg(workspace.path(out)));
+        assert_eq!(sampled.code, 0, "{sampled:?}");
+        (losses, sampled.stdout)
+    };
+    assert_eq!(of("frozen", &FREEZE), of("whole", &[]));
+}
+
+#[test]
 fn impossible_choices_are_refused_before_data_is_read() {
     let workspace = workspace("llama");
     let flags = |more: &[&'static str]| [&["--data", "/nowhere.txt", "--max-steps", "1"], more].concat();
