@@ -49,10 +49,11 @@ impl Model {
         Ok(())
     }
 
-    /// The first layer of each kind. Layers of the same shape and policy need the same kernels and products, because all tensors have at
-    /// least the alignment that products distinguish.
+    /// The first layer of each kind. Layers of the same shape and policy need the same kernels and products if the same tensors are frozen and
+    /// both have a backward pass or none, because all tensors have at least the alignment that products distinguish.
     pub(super) fn layer_kinds(&self) -> Vec<usize> {
-        let kind = |layer: usize| (&self.shape.layers[layer], self.activations.layers[layer].policy);
+        let of_table = |layer| (self.table.runs_backward(layer), self.table.frozen_roles(layer));
+        let kind = |layer: usize| (&self.shape.layers[layer], self.activations.layers[layer].policy, of_table(Module::Layer(layer)));
         (0..self.shape.layers.len()).filter(|layer| (0..*layer).all(|before| kind(before) != kind(*layer))).collect()
     }
 

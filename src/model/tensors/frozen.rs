@@ -16,6 +16,11 @@ impl TensorTable {
         &self.frozen
     }
 
+    /// Roles of the frozen tensors of `module`.
+    pub(in crate::model) fn frozen_roles(&self, module: Module) -> Vec<Role> {
+        self.frozen.iter().filter(|spec| spec.module == module).map(|spec| spec.role).collect()
+    }
+
     /// Every tensor: trained tensors in flat order, then frozen ones.
     pub(crate) fn all(&self) -> impl Iterator<Item = &TensorSpec> {
         self.specs.iter().chain(&self.frozen)

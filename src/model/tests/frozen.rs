@@ -128,3 +128,16 @@ fn products_of_frozen_matrices_and_below_the_lowest_trained_tensor_do_not_count(
     assert_eq!(shape.flops_of(documents), products + scores(&shape));
     assert_eq!((whole.output_flops(), shape.output_flops()), (6.0 * head as f64, 4.0 * head as f64));
 }
+
+#[test]
+fn a_device_gets_ready_by_layers_with_and_without_frozen_tensors() {
+    let kinds = |frozen: &[&str]| {
+        let shape = ModelShape { frozen: frozen.iter().map(|name| name.to_string()).collect(), ..deep("llama") };
+        Harness::with_policies::<f32>(&shape, 1, ONE_TILE, &[Keep; 7], StreamOrder::Threads).model.layer_kinds()
+    };
+    assert_eq!(kinds(&["wte"]), [0]);
+    assert_eq!(kinds(&["layers.2.mlp.down", "layers.4.mlp.down", "layers.6.attn.qkv"]), [0, 2, 6]);
+    let table = TensorTable::new(&deep("llama"));
+    let lowest = table.specs().iter().filter(|spec| spec.module == Module::Layer(0)).map(|spec| spec.name.as_str());
+    assert_eq!(kinds(&lowest.chain(["wte"]).collect::<Vec<_>>()), [0, 1]);
+}
