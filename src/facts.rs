@@ -12,7 +12,7 @@ use crate::model::tensors::TensorTable;
 use crate::optim::moments::Moments;
 use crate::planner::plan::Plan;
 use crate::planner::techniques::Techniques;
-use crate::request::choices::Strategy;
+use crate::request::choices::{LayerOrder, Strategy};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -219,6 +219,8 @@ pub(crate) struct PlanFacts {
     pub(crate) fully_sharded: bool,
     /// Whether the sums of the shares' gradients are stored on the host and pass through the device.
     pub(crate) sums_on_host: bool,
+    /// Order of layers and micro-batches: `whole`, or `segments:LAYERS,TURN`.
+    pub(crate) layer_order: LayerOrder,
     /// Number of layers by the activations that they keep for the backward pass.
     pub(crate) layer_policies: BTreeMap<String, usize>,
     /// Layers that recompute their forward pass in the backward pass.
@@ -264,6 +266,7 @@ impl PlanFacts {
             weight_ring_elems: plan.placement.rings.weights.map_or(0, |ring| ring.period_elems),
             fully_sharded: plan.placement.rings.fully_sharded,
             sums_on_host: plan.placement.rings.sums_on_host,
+            layer_order: plan.layer_order(),
             layer_policies,
             recomputed_layers: plan.placement.layer_policies.iter().filter(|policy| policy.recomputes_block()).count(),
             attention: format!("{:?}", plan.recipe.numerics.attention),

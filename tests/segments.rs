@@ -2,6 +2,7 @@
 //! after the other, and move fewer bytes over the link.
 
 use crate::exactness::{Kind, seeds};
+use crate::program::{CONFIG, Workspace, program, run as run_program};
 use crate::support::{Noise, digest, random_params, settings, start, tiny_llama};
 use superoffload::internals::data::{Batch, Batches};
 use superoffload::internals::engine::Counts;
@@ -185,5 +186,18 @@ fn an_order_without_segments_is_refused_with_a_remedy() {
         let message = refused(lines, shape);
         assert!(message.starts_with("--layer-order segments:2,1 ") && message.contains(words), "{message}");
         assert!(message.ends_with("or --layer-order whole"), "{message}");
+    }
+}
+
+#[test]
+fn the_facts_of_a_plan_name_its_order() {
+    let workspace = Workspace::new();
+    let model = workspace.write("three-layers.json", CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 3"));
+    let flags =
+        ["simulate", "--json", "--hardware=h200-pcie5", "--seq-length=16", "--gradient-accumulation-steps=4", "--steps=1", "--model"];
+    for order in ["whole", "segments:1,1"] {
+        let outcome = run_program(program(&flags).arg(&model).args(["--layer-order", order, "--warmup=0"]));
+        let line: serde_json::Value = serde_json::from_str(outcome.stdout.trim()).unwrap();
+        assert_eq!(line["plan"]["layer_order"], order, "{outcome:?}");
     }
 }
