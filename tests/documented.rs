@@ -62,7 +62,7 @@ fn newcomer() -> Workspace {
 /// Runs `command` with few steps of short rows on CPUs.
 fn give(workspace: &Workspace, command: &str) -> Outcome {
     let short = command.replace("2048", "32").replace('~', "home");
-    let mut words: Vec<&str> = short.split_whitespace().skip(1).collect();
+    let mut words: Vec<&str> = short.split_whitespace().skip(1).map(|word| word.trim_matches('\'')).collect();
     if words[0] == "train" {
         for (names, flag) in [
             (&["--max-steps"][..], "--max-steps=2"),
