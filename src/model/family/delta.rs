@@ -11,6 +11,17 @@ pub(crate) enum DeltaFiles {
     ByHead,
 }
 
+/// Experts with a shared expert that has a gate, in each layer.
+pub(super) const GATED_MOE: MoeSpec = MoeSpec {
+    names: MoeNames { shared: Some(GATED_EXPERT), ..LLAMA_EXPERTS },
+    width: "moe_intermediate_size",
+    renormalised: Presence::Always,
+    layers: ExpertLayers::All,
+    sigmoid: false,
+    shared: Some(SharedWidth::Key("shared_expert_intermediate_size")),
+    is_gpt_oss: false,
+};
+
 pub(super) const QWEN35: FamilySpec = FamilySpec {
     architecture: "Qwen3_5ForCausalLM",
     plus_one: true,
@@ -22,31 +33,11 @@ pub(super) const QWEN35: FamilySpec = FamilySpec {
     ..QWEN3
 };
 
-pub(super) const QWEN35_MOE: FamilySpec = FamilySpec {
-    architecture: "Qwen3_5MoeForCausalLM",
-    moe: Some(MoeSpec {
-        names: MoeNames { shared: Some(GATED_EXPERT), ..LLAMA_EXPERTS },
-        width: "moe_intermediate_size",
-        renormalised: Presence::Always,
-        layers: ExpertLayers::All,
-        sigmoid: false,
-        shared: Some(SharedWidth::Key("shared_expert_intermediate_size")),
-        is_gpt_oss: false,
-    }),
-    ..QWEN35
-};
+pub(super) const QWEN35_MOE: FamilySpec = FamilySpec { architecture: "Qwen3_5MoeForCausalLM", moe: Some(GATED_MOE), ..QWEN35 };
 
 pub(super) const QWEN3_NEXT: FamilySpec = FamilySpec {
     architecture: "Qwen3NextForCausalLM",
     delta: Some(DeltaFiles::ByHead),
-    moe: Some(MoeSpec {
-        names: MoeNames { shared: Some(GATED_EXPERT), ..LLAMA_EXPERTS },
-        width: "moe_intermediate_size",
-        renormalised: Presence::Key("norm_topk_prob", true),
-        layers: ExpertLayers::ByStep,
-        sigmoid: false,
-        shared: Some(SharedWidth::Key("shared_expert_intermediate_size")),
-        is_gpt_oss: false,
-    }),
+    moe: Some(MoeSpec { renormalised: Presence::Key("norm_topk_prob", true), layers: ExpertLayers::ByStep, ..GATED_MOE }),
     ..QWEN35
 };

@@ -4,10 +4,10 @@
 //! Text tokens have equal temporal, vertical and horizontal positions. Therefore rotations in sections (`mrope`) are plain rotations for
 //! them, in any division of the channels.
 
-use super::delta::{QWEN35, QWEN35_MOE};
+use super::delta::{GATED_MOE, QWEN35, QWEN35_MOE};
 use super::{
-    ExpertFiles, ExpertLayers, FamilySpec, GATED_EXPERT, GEMMA_NAMES, GEMMA3, LLAMA_EXPERTS, LLAMA_NAMES, MINISTRAL3, MISTRAL, MoeNames,
-    MoeSpec, Names, Orientation, Presence, QWEN2, QWEN3, QWEN3_MOE, STACKED, SharedWidth, WindowRule,
+    ExpertFiles, ExpertLayers, FamilySpec, GEMMA_NAMES, GEMMA3, LLAMA_EXPERTS, LLAMA_NAMES, MINISTRAL3, MISTRAL, MoeNames, MoeSpec, Names,
+    Orientation, Presence, QWEN2, QWEN3, QWEN3_MOE, STACKED, WindowRule,
 };
 use crate::model::text_part::{Layout, TextPart};
 
@@ -196,13 +196,8 @@ pub(super) static ROWS: [FamilySpec; 8] = [
         architecture: "Qwen3_5MoeForConditionalGeneration",
         names: &INSIDE_NAMES,
         moe: Some(MoeSpec {
-            names: MoeNames { files: ExpertFiles::Stacked(STACKED, Orientation::ByShape), shared: Some(GATED_EXPERT), ..LLAMA_EXPERTS },
-            width: "moe_intermediate_size",
-            renormalised: Presence::Always,
-            layers: ExpertLayers::All,
-            sigmoid: false,
-            shared: Some(SharedWidth::Key("shared_expert_intermediate_size")),
-            is_gpt_oss: false,
+            names: MoeNames { files: ExpertFiles::Stacked(STACKED, Orientation::ByShape), ..GATED_MOE.names },
+            ..GATED_MOE
         }),
         text_part: Some(TextPart {
             may_be_flat: false,
