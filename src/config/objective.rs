@@ -48,11 +48,6 @@ impl Settings {
         let Some(loss) = self.loss else { return self.check_no_objective() };
         let name = describe::written(&describe::value(&loss));
         let format = describe::written(&describe::value(&loss.data_format()));
-        let columns = match loss {
-            ObjectiveKind::Pairs(_) => "needs --data with the columns chosen and rejected",
-            ObjectiveKind::Policy(_) => "needs --data with the columns prompt_ids, completion_ids and advantage",
-        };
-        require(!self.data.is_empty(), "loss", &name, columns)?;
         require(self.sequence_ranks == 1, "loss", &name, "must be left out with --sequence-ranks: answers are not cut between GPUs")?;
         let is_read = self.data_format == loss.data_format();
         let given = describe::written(&describe::value(&self.data_format));
@@ -67,6 +62,16 @@ impl Settings {
             ObjectiveKind::Pairs(kind) => self.check_pairs(kind),
             ObjectiveKind::Policy(kind) => self.check_completions(kind),
         }
+    }
+
+    /// Checks that a run with a loss of pairs or completions has data. Plans and benchmarks have random tokens instead.
+    pub(super) fn check_data_of_objective(&self) -> Result<()> {
+        let Some(loss) = self.loss else { return Ok(()) };
+        let columns = match loss {
+            ObjectiveKind::Pairs(_) => "needs --data with the columns chosen and rejected",
+            ObjectiveKind::Policy(_) => "needs --data with the columns prompt_ids, completion_ids and advantage",
+        };
+        require(!self.data.is_empty(), "loss", describe::written(&describe::value(&loss)), columns)
     }
 
     /// Checks that no setting of a loss of pairs or completions is given.

@@ -38,7 +38,8 @@ impl Settings {
     /// and checks everything.
     ///
     /// # Errors
-    /// `Usage` that names the flag, its value and the allowed values. Also for a model that does not exist, or that comes without data.
+    /// `Usage` that names the flag, its value and the allowed values. Also for a model that does not exist, and for a model or a loss of
+    /// pairs or completions without data.
     pub fn resolve(options: TrainOptions) -> Result<Self> {
         let is_demo = options.model.is_none() && options.data.is_none();
         if let Some(model) = options.model.as_ref().filter(|_| options.data.is_none()) {
@@ -52,7 +53,9 @@ impl Settings {
             return Err(Error::usage(format!("--model: --data is missing; {remedy}")));
         }
         require(options.data.as_ref().is_none_or(|data| !data.is_empty()), "data", "[]", "name at least one file or directory")?;
-        Self::resolve_over(if is_demo { Self::demo() } else { Self::default() }, options)
+        let settings = Self::resolve_over(if is_demo { Self::demo() } else { Self::default() }, options)?;
+        settings.check_data_of_objective()?;
+        Ok(settings)
     }
 
     /// Like [`Settings::resolve`], with the defaults of `base`.
