@@ -60,7 +60,7 @@ impl Moments {
     }
 
     /// The arrays in device memory of a state of AdamW that the device steps.
-    pub(crate) const fn device_arrays(self, masters: Masters) -> StateArrays {
+    pub const fn device_arrays(self, masters: Masters) -> StateArrays {
         match (masters, self) {
             (Masters::Float32, _) => self.arrays(),
             (Masters::Split, Self::Float32) => StateArrays::new(&SPLIT_FLOAT32),

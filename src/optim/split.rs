@@ -230,14 +230,24 @@ pub(crate) struct SplitInt8State<'a> {
     pub v: &'a mut [MomentGroup],
 }
 
+impl SplitInt8State<'_> {
+    /// # Panics
+    /// If an array does not have `elems` elements, or the state does not begin with a group.
+    pub(crate) fn check(&self, elems: usize) {
+        assert!(self.first.is_multiple_of(GROUP), "split masters with 8-bit moments from element {} on", self.first);
+        let (halves, groups) = ([self.weights.len(), self.lower.len()], [self.m.len(), self.v.len()]);
+        assert!(halves == [elems; 2] && groups == [elems.div_ceil(GROUP); 2], "a state of {elems} elements: {halves:?}, groups {groups:?}");
+    }
+}
+
 /// [`step`] with 8-bit moments.
 ///
 /// # Panics
 /// If lengths differ, or the state does not begin with a group.
 #[inline(always)]
 pub(crate) fn step_int8<G: Element>(step: AdamStep, state: &mut SplitInt8State<'_>, grads: &[G]) {
+    state.check(grads.len());
     let SplitInt8State { first, weights, lower, m, v } = state;
-    assert!(first.is_multiple_of(GROUP), "split masters with 8-bit moments from element {first} on");
     let groups = (m.iter_mut().zip(v.iter_mut())).zip(weights.chunks_mut(GROUP).zip(lower.chunks_mut(GROUP)));
     for ((nth, ((m, v), (weights, lower))), grads) in groups.enumerate().zip(grads.chunks(GROUP)) {
         let mut masters = [0.0; GROUP];

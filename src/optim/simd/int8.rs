@@ -17,14 +17,17 @@ use std::ops::Range;
 const _: () = assert!(BLOCK == int8::BLOCK);
 
 /// An update of a range of parameters: the step and the gradients.
-type Int8Update<'a> = (AdamStep, Grads<'a>);
+pub(super) type Int8Update<'a> = (AdamStep, Grads<'a>);
+
+/// The updates `commit` and `speculate` of a pass.
+type Int8Updates<'a> = [Option<Int8Update<'a>>; 2];
 
 impl AdamKernels {
     /// See [`int8_state::run`]: the updates are `commit` and `speculate`.
     ///
     /// # Panics
     /// Also if there is no update.
-    pub fn run_int8(self, updates: [Option<Int8Update<'_>>; 2], state: &mut Int8State<'_>, out: Option<Weights<'_>>) {
+    pub fn run_int8(self, updates: Int8Updates<'_>, state: &mut Int8State<'_>, out: Option<Weights<'_>>) {
         state.check(updates.map(|update| update.map(|(_, grads)| grads.len())), out.as_ref().map(Weights::len));
         let elems = state.params.len();
         if shells::WHOLE {
@@ -57,7 +60,7 @@ impl AdamKernels {
 
     /// The pass in blocks. `updates` returns the updates.
     #[inline(always)]
-    fn run_int8_blocks<'a>(self, updates: impl Fn() -> [Option<Int8Update<'a>>; 2] + Copy, operands: Operands<'_>) {
+    fn run_int8_blocks<'a>(self, updates: impl Fn() -> Int8Updates<'a> + Copy, operands: Operands<'_>) {
         let (liftings, elems) = (updates().map(|update| update.map(|(step, _)| Lifting::new(step))), operands.state.params.len());
         // Blocks of the flat order: only they may be written.
         let lead = (BLOCK - operands.state.first % BLOCK) % BLOCK;
@@ -78,7 +81,7 @@ fn begins_line(out: &Weights<'_>, lead: usize) -> bool {
 }
 
 /// The steps of blocks that may have small numbers: of each update.
-type Liftings = [Option<Lifting>; 2];
+pub(super) type Liftings = [Option<Lifting>; 2];
 
 /// Takes an update's step on a block.
 #[derive(Clone, Copy)]
@@ -112,15 +115,15 @@ impl BlockGrads for Grads<'_> {
 }
 
 /// The state and the working weights of a pass.
-struct Operands<'a> {
-    state: Int8State<'a>,
-    out: Option<Weights<'a>>,
+pub(super) struct Operands<'a> {
+    pub state: Int8State<'a>,
+    pub out: Option<Weights<'a>>,
 }
 
 impl Operands<'_> {
     /// The pass on the elements `at`, by the specification.
     #[inline(always)]
-    fn run_part(&mut self, updates: [Option<Int8Update<'_>>; 2], at: Range<usize>) {
+    fn run_part(&mut self, updates: Int8Updates<'_>, at: Range<usize>) {
         match &mut self.out {
             None => int8_state::run_part::<_, f32>(updates, &mut self.state, None, at),
             Some(out) => typed!(Weights(out) = out => int8_state::run_part(updates, &mut self.state, Some(&mut out[..]), at)),
@@ -129,7 +132,7 @@ impl Operands<'_> {
 
     /// The pass on the elements `at`: a block, or a part of blocks for [`Isa::Scalar`]. Returns whether they had small numbers.
     #[inline(always)]
-    fn run(&mut self, (updates, liftings): ([Option<Int8Update<'_>>; 2], &Liftings), access: PassAccess, at: Range<usize>) -> bool {
+    pub(super) fn run(&mut self, (updates, liftings): (Int8Updates<'_>, &Liftings), access: PassAccess, at: Range<usize>) -> bool {
         let stepped = [0, 1].map(|nth| Stepper { isa: access.isa, lifting: liftings[nth].as_ref().filter(|_| access.careful) });
         match access.isa {
             Isa::Scalar => {
@@ -159,17 +162,23 @@ impl Operands<'_> {
 
     /// Prefetches the state and the gradients of later elements.
     #[inline(always)]
-    fn prefetch(&self, updates: [Option<Int8Update<'_>>; 2], access: PassAccess, at: usize) {
+    fn prefetch(&self, updates: Int8Updates<'_>, access: PassAccess, at: usize) {
         access.prefetch(self.state.params, at);
         for (_, grads) in updates.into_iter().flatten() {
             typed!(Grads(grads) = grads => access.prefetch(grads, at));
         }
-        if access.prefetch_elems > 0 {
-            // Groups and lines have nearly the same period, so a line for each block suffices.
-            let ahead = (at + access.prefetch_elems) * size_of::<MomentGroup>() / GROUP;
-            for groups in [self.state.m.all(), self.state.v.all()] {
-                shells::prefetch(groups.as_ptr().cast::<u8>().wrapping_add(ahead).cast::<StoreLine>());
-            }
+        prefetch_groups(access, [self.state.m.all(), self.state.v.all()], at);
+    }
+}
+
+/// Prefetches the groups of moments that a pass at element `at` will read later.
+#[inline(always)]
+pub(super) fn prefetch_groups(access: PassAccess, moments: [&[MomentGroup]; 2], at: usize) {
+    if access.prefetch_elems > 0 {
+        // Groups and lines have nearly the same period, so a line for each block suffices.
+        let ahead = (at + access.prefetch_elems) * size_of::<MomentGroup>() / GROUP;
+        for groups in moments {
+            shells::prefetch(groups.as_ptr().cast::<u8>().wrapping_add(ahead).cast::<StoreLine>());
         }
     }
 }

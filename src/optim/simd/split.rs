@@ -1,6 +1,8 @@
 //! The synchronous step of split masters: a block is decoded, stepped as a block with fp32 masters, and encoded.
 
-use super::{AdamBlock, AdamKernels, ArraySpan, BLOCK, PassAccess, Stores, lifting, shells};
+use super::int8::{Int8Update, Liftings, Operands, prefetch_groups};
+use super::lifting::Lifting;
+use super::{AdamBlock, AdamKernels, ArraySpan, BLOCK, LineAligned, PassAccess, shells};
 use crate::optim::adam::{self, AdamStep};
 use crate::optim::formats::{Grads, Weights, typed};
 use crate::optim::int8::GROUP;
@@ -17,7 +19,7 @@ impl AdamKernels {
             if shells::WHOLE {
                 return self.run(#[inline(always)] |_| split::step(step, state, g));
             }
-            let (state, lifting) = (state.sized(g.len()), lifting::Lifting::new(step));
+            let (state, lifting) = (state.sized(g.len()), Lifting::new(step));
             self.run_blocks(g.len(), spans(&state), state, #[inline(always)] move |state, access, at| {
                 let (mut block, grads) = (AdamBlock::decoded(access, state, &at), access.read(g, &at));
                 let (mut new, narrow) = block.buffers(at.len());
@@ -31,31 +33,47 @@ impl AdamKernels {
         });
     }
 
-    /// [`split::step_int8`]: parts of the masters are joined in memory that the first cache holds.
-    pub(crate) fn step_split_int8(self, step: AdamStep, state: SplitInt8State<'_>, grads: Grads<'_>) {
-        let (kernels, SplitInt8State { first, weights, lower, m, v }) = (self.with_stores(Stores::Temporal), state);
-        let (mut masters, elems) = ([0.0; PART], weights.len());
-        for start in (0..elems).step_by(PART) {
-            let (at, groups) = (start..elems.min(start + PART), start / GROUP..elems.min(start + PART).div_ceil(GROUP));
-            let (weights, lower) = (&mut weights[at.clone()], &mut lower[at.clone()]);
-            let params = &mut masters[..at.len()];
-            self.run(
-                #[inline(always)]
-                |_| split::join_settled(weights, lower, params),
-            );
-            let state = &mut Int8State::new(first + start, params, &mut m[groups.clone()], &mut v[groups]);
-            let grads = grads.part(at);
-            kernels.run_int8([Some((step, grads)), None], state, Some(Weights::Bf16(weights)));
-            self.run(
-                #[inline(always)]
-                |_| lower.iter_mut().zip(params).for_each(|(lower, master)| *lower = master.to_bits() as u16),
-            );
+    /// See [`split::step_int8`].
+    pub(crate) fn step_split_int8(self, step: AdamStep, mut state: SplitInt8State<'_>, grads: Grads<'_>) {
+        if shells::WHOLE {
+            return typed!(Grads(g) = grads => self.run(#[inline(always)] |_| split::step_int8(step, &mut state, g)));
         }
+        let elems = state.weights.len();
+        state.check(elems);
+        let liftings = [Some(Lifting::new(step)), None];
+        // Halves are read and written, so their lines are in the caches when they are stored.
+        self.run_blocks_from(
+            0,
+            false,
+            elems,
+            state,
+            #[inline(always)]
+            move |state, access, at| state.run_block((step, grads), &liftings, access, at),
+        );
     }
 }
 
-/// Masters that are joined at once: 4 KiB.
-const PART: usize = 1024;
+impl SplitInt8State<'_> {
+    /// The step of the elements `at`, at most a block: the block is a state with fp32 masters while it is stepped. Returns whether it had
+    /// small numbers.
+    #[inline(always)]
+    fn run_block(&mut self, (step, grads): Int8Update<'_>, liftings: &Liftings, access: PassAccess, at: Range<usize>) -> bool {
+        let (mut masters, group) = (LineAligned([0.0; BLOCK]), at.start / GROUP);
+        let params = &mut masters.0[..at.len()];
+        split::join_settled(access.read(self.weights, &at), access.read(self.lower, &at), params);
+        prefetch_groups(access, [&*self.m, &*self.v], at.start);
+        typed!(Grads(grads) = grads => access.prefetch(grads, at.start));
+        let [m, v] = [&mut *self.m, &mut *self.v].map(|groups| std::slice::from_mut(&mut groups[group]));
+        let state = Int8State::new(self.first + at.start, params, m, v);
+        let mut block = Operands { state, out: Some(Weights::Bf16(&mut self.weights[at.clone()])) };
+        let updates = [Some((step, grads.part(at.clone()))), None];
+        let small = block.run((updates, liftings), PassAccess { prefetch_elems: 0, ..access }, 0..at.len());
+        for (lower, master) in self.lower[at].iter_mut().zip(masters.0) {
+            *lower = master.to_bits() as u16;
+        }
+        small
+    }
+}
 
 #[inline(always)]
 fn spans<M: Moment>(state: &SplitState<'_, M>) -> [ArraySpan; 4] {
@@ -85,8 +103,8 @@ impl<M: Moment> AdamBlock<M, bf16> {
             (lower[i], v[i]) = (split.lower, v[i].with_sign(split.tie));
         }
         self.store_out(access, state.weights, at);
-        access.write(access.stream_state, &mut state.lower[at.clone()], &super::LineAligned(lower).0);
+        access.write(access.stream_state, &mut state.lower[at.clone()], &LineAligned(lower).0);
         access.write(access.stream_state, &mut state.m[at.clone()], &self.m);
-        access.write(access.stream_state, &mut state.v[at.clone()], &super::LineAligned(v).0);
+        access.write(access.stream_state, &mut state.v[at.clone()], &LineAligned(v).0);
     }
 }

@@ -8,7 +8,9 @@ use superoffload::internals::bucket::Slot;
 use superoffload::internals::dtype::Dtype;
 use superoffload::internals::engine::{GradUpdate, HostState, Segment, SlotMemory, StepJob, StepMemory, Work};
 use superoffload::internals::host::{HostMemory, Job};
-use superoffload::internals::optim::{AdamHyper, AdamKernels, Isa, MomentKind, Moments, Optimizer, StatePart, Update};
+use superoffload::internals::optim::{
+    AdamHyper, AdamKernels, Isa, Masters, MomentKind, Moments, Optimizer, SplitMaster, StatePart, Update,
+};
 use superoffload::{Error, Result};
 
 /// A pass of the pool.
@@ -64,6 +66,7 @@ pub struct Buckets {
     state: HostState,
     moments: Moments,
     memory: StepMemory,
+    param_slots: usize,
     /// Number of buckets.
     pub count: usize,
     /// Parameters of a bucket.
@@ -79,17 +82,19 @@ impl Buckets {
     ///
     /// # Safety
     /// The buckets outlive all jobs on them, and one job runs at a time.
-    pub unsafe fn new(params: usize, elems: usize, moments: Moments, mut host: HostMemory) -> Result<Self> {
+    pub unsafe fn new(params: usize, elems: usize, (moments, masters): (Moments, Masters), mut host: HostMemory) -> Result<Self> {
         let count = (params / elems).max(1);
         let mut slots = |name: &str, slots: usize| -> Result<SlotMemory> {
             let memory = host.alloc_periodic(name, slots * elems * 2, elems * 2)?;
             Ok(SlotMemory { memory, slot_elems: elems, dtype: Dtype::Bfloat16 })
         };
-        let (grads, params) = (slots("gradient slots", 2 * count)?, slots("parameter slots", PARAM_SLOTS)?);
-        let list = moments.arrays();
+        // The upper halves of split masters are the working weights, which stay in their slots.
+        let (is_split, param_slots) = if masters == Masters::Split { (true, count) } else { (false, PARAM_SLOTS) };
+        let (grads, params) = (slots("gradient slots", 2 * count)?, slots("parameter slots", param_slots)?);
+        let list = moments.device_arrays(masters);
         let mut array = |part| host.alloc_periodic(list[part].name, list[part].bytes(count * elems), list[part].bytes(elems));
         let arrays = [array(StatePart::PARAMS)?, array(StatePart::M)?, array(StatePart::V)?].into();
-        let state = HostState { first: 0, list, arrays, upper: None };
+        let state = HostState { first: 0, list, arrays, upper: is_split.then_some(params.memory) };
         let hyper = AdamHyper { lr: 1e-5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
         let memory = StepMemory {
             grads,
@@ -98,7 +103,7 @@ impl Buckets {
             optimizer: Optimizer::AdamW { hyper, moments },
             kernels: AdamKernels::new(Isa::Scalar)?,
         };
-        Ok(Self { state, moments, memory, count, elems, host })
+        Ok(Self { state, moments, memory, param_slots, count, elems, host })
     }
 
     /// Writes deterministic values as of mid-training. In `denormal` of all rows of [`ROW`] elements, the gradients are zero and the first
@@ -112,7 +117,19 @@ impl Buckets {
             values
         };
         let host = &mut self.host;
-        fill_from(host, params, &pattern(1, 0.05));
+        let masters = pattern(1, 0.05);
+        match self.state.upper {
+            None => {
+                fill_from(host, params, &masters);
+                fill_from(host, self.memory.params.memory, &[bf16::ZERO]);
+            }
+            Some(upper) => {
+                let halves = masters.into_iter().map(SplitMaster::of).map(|half| (half.weight, half.lower));
+                let (weights, lower): (Vec<bf16>, Vec<u16>) = halves.unzip();
+                fill_from(host, upper, &weights);
+                fill_from(host, params, &lower);
+            }
+        }
         let first = decayed(pattern(2, 1e-3), 1e-36);
         let second = pattern(3, 1e-3).into_iter().map(|x| x * x).collect();
         for (memory, values, kind) in [(m, first, MomentKind::First), (v, second, MomentKind::Second)] {
@@ -124,7 +141,6 @@ impl Buckets {
         }
         let grads = decayed(pattern(4, 1e-2), 0.0);
         fill_from(host, self.memory.grads.memory, &grads.into_iter().map(bf16::from_f32).collect::<Vec<_>>());
-        fill_from(host, self.memory.params.memory, &[bf16::ZERO]);
     }
 
     /// Fraction of the first moments in memory that are denormal.
@@ -141,7 +157,7 @@ impl Buckets {
     pub fn job(&self, kernels: AdamKernels, pass: PoolPass, index: usize) -> StepJob {
         let bucket = index % self.count;
         let work = pass.work(self.count, bucket);
-        let out = (!matches!(work, Work::Commit(_))).then_some(Slot(index % PARAM_SLOTS));
+        let out = (!matches!(work, Work::Commit(_))).then_some(Slot(index % self.param_slots));
         let range = bucket * self.elems..(bucket + 1) * self.elems;
         // SAFETY: the caller of `new` guarantees that the buckets stay and that one job runs at a time.
         unsafe { StepJob::new(index, (range.clone(), range.start), work, out, self.state, StepMemory { kernels, ..self.memory.clone() }) }

@@ -23,7 +23,7 @@ use microbench::stream::{ArrayKernel, Arrays};
 use row::{HEADER, Row};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::host::{HostMemory, HugePagesChoice, Job, ResctrlGroup};
-use superoffload::internals::optim::{AdamKernels, Isa, Moments, Stores};
+use superoffload::internals::optim::{AdamKernels, Isa, Masters, Moments, Stores};
 use superoffload::{Error, Result};
 
 /// Measures the optimizer's pool.
@@ -48,6 +48,9 @@ struct Options {
     /// Format of the optimizer's moments.
     #[arg(long, value_name = "float32|bfloat16|int8", default_value = "float32")]
     moments: Moments,
+    /// Split masters: their lower halves are stored beside the working weights, which are their upper halves. Their only pass is `step`.
+    #[arg(long)]
+    split_masters: bool,
     /// Fractions of the parameters with denormal first moments and gradients of zero.
     #[arg(long, value_name = "FRACTION,...", value_delimiter = ',', default_value = "0")]
     denormal_moments: Vec<f64>,
@@ -116,9 +119,16 @@ impl Options {
         Ok(all)
     }
 
+    fn masters(&self) -> Masters {
+        if self.split_masters { Masters::Split } else { Masters::Float32 }
+    }
+
     fn check(&self) -> Result<()> {
         if self.bucket_params.contains(&0) || self.threads.contains(&0) {
             return Err(Error::usage("--bucket-params and --threads: at least 1"));
+        }
+        if self.split_masters && self.passes != [PoolPass::Step] {
+            return Err(Error::usage("--split-masters: needs --passes step, since split masters are stepped after the verdict"));
         }
         if self.denormal_moments.iter().any(|fraction| !(0.0..=1.0).contains(fraction)) {
             return Err(Error::usage("--denormal-moments: must be between 0 and 1"));
@@ -188,7 +198,8 @@ fn start(options: &Options) -> Result<()> {
     let (facts, mut all) = (Facts::new("host_adam", &Topology::this_machine(), options), Vec::new());
     for &elems in &options.bucket_params {
         // SAFETY: `run` waits for each job and ends its threads; the buckets are dropped after the last job.
-        let mut buckets = unsafe { Buckets::new(options.params, elems, options.moments, host_memory(options.huge_pages)?) }?;
+        let mut buckets =
+            unsafe { Buckets::new(options.params, elems, (options.moments, options.masters()), host_memory(options.huge_pages)?) }?;
         for (&threads, &hogs) in options.threads.iter().flat_map(|threads| options.hogs.iter().map(move |hogs| (threads, hogs))) {
             for &pin in pins {
                 let rows = measure(
