@@ -6,6 +6,7 @@ use crate::hardware::profile::{ASSUMED, Contention, CpuDevice, Gpu, Link, Networ
 use crate::hardware::sourced::{Number, Points};
 use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
+use crate::optim::split::Masters;
 use std::sync::{Arc, OnceLock};
 
 /// Rate of optimizer passes with bfloat16 moments relative to fp32 moments, in bytes per second. Stochastic rounding and narrowing take
@@ -16,6 +17,23 @@ const PACKED_FRACTION: f64 = 0.93;
 /// Rate of optimizer passes with 8-bit moments relative to fp32 moments. Clipped steps of Llama-8B on two H200 hosts had 0.75 and 0.77
 /// (`paper-figures/results/h200-int8.jsonl`).
 const INT8_FRACTION: f64 = 0.75;
+
+/// Rate of the step of split masters with 8-bit moments relative to fp32 masters and moments. Arithmetic takes as long as with fp32 masters,
+/// and fewer bytes pass beside it.
+const SPLIT_INT8_FRACTION: f64 = 0.5;
+
+/// Formats of a state that the host steps.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct HostFormats {
+    pub(crate) moments: Moments,
+    pub(crate) masters: Masters,
+}
+
+impl From<Moments> for HostFormats {
+    fn from(moments: Moments) -> Self {
+        Self { moments, masters: Masters::Float32 }
+    }
+}
 
 /// Assumed speedup of large FP8 products over bfloat16, for profiles without a measurement: the ratio that NVIDIA states for Hopper.
 const FP8_SPEEDUP: f64 = 1.75;
@@ -372,13 +390,15 @@ impl Rates {
     }
 
     /// Bytes per second that `workers` optimizer workers read and write. All vector instruction sets are equally fast, because memory is
-    /// the bottleneck. Profiles have the rate with fp32 moments.
-    pub(crate) fn adam_bytes_per_s(&self, workers: usize, isa: Isa, moments: Moments) -> f64 {
+    /// the bottleneck. Profiles have the rate with fp32 moments and masters.
+    pub(crate) fn adam_bytes_per_s(&self, workers: usize, isa: Isa, formats: impl Into<HostFormats>) -> f64 {
         let curve = if isa == Isa::Scalar { &self.adam_scalar_bytes_per_s_by_threads } else { &self.adam_bytes_per_s_by_threads };
-        let fraction = match moments {
-            Moments::Float32 => 1.0,
-            Moments::Bfloat16 => PACKED_FRACTION,
-            Moments::Int8 => INT8_FRACTION,
+        let HostFormats { moments, masters } = formats.into();
+        let fraction = match (moments, masters) {
+            (Moments::Float32, _) => 1.0,
+            (Moments::Bfloat16, _) => PACKED_FRACTION,
+            (Moments::Int8, Masters::Float32) => INT8_FRACTION,
+            (Moments::Int8, Masters::Split) => SPLIT_INT8_FRACTION,
         };
         curve.at(workers as f64) * fraction
     }

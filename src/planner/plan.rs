@@ -9,6 +9,7 @@ use super::placement::Placement;
 use super::protocol::Protocol;
 use super::site::Site;
 use crate::device::DeviceKind;
+use crate::hardware::rates::HostFormats;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::model::activations::MicroBatch;
 use crate::model::head_rows;
@@ -242,6 +243,11 @@ impl Plan {
     /// Storage of the masters of buckets that the host steps.
     pub(crate) fn host_masters(&self) -> Masters {
         if self.placement.rings.split_masters { Masters::Split } else { Masters::Float32 }
+    }
+
+    /// Formats of the states of buckets that the host steps.
+    pub(crate) fn host_formats(&self) -> HostFormats {
+        HostFormats { moments: self.recipe.numerics.moments, masters: self.host_masters() }
     }
 
     /// See [`device_casts`].

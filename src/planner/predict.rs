@@ -8,6 +8,7 @@ use super::rules::Policy;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::error::Result;
 use crate::hardware::peer_route::PeerRoute;
+use crate::hardware::rates::HostFormats;
 use crate::memory::{Addressing, DeviceMemory};
 use crate::model::activations::ActivationPlan;
 use crate::model::policy::LayerPolicy;
@@ -125,9 +126,9 @@ impl<'a> Predictor<'a> {
         // Copies in both directions slow down everything else.
         let beside_copies = |alone_s: f64, fraction: f64| alone_s + link_s.min(alone_s) * (1.0 / fraction - 1.0);
         let device_s = beside_copies(passes_s + adam_s, rates.matmul_under_copies) + swapped_s;
-        let pool_s = |bytes: f64| beside_copies(offloaded * bytes / self.adam_bytes_per_s(), rates.adam_under_copies);
+        let pool_s = |bytes: f64| beside_copies(offloaded * bytes / self.adam_bytes_per_s(rings), rates.adam_under_copies);
         let (stepped_s, deferred_s) = (pool_s(self.stepped_bytes()), pool_s(self.deferred_bytes()));
-        let start_up_s = self.start_up_s(layout);
+        let start_up_s = self.start_up_s(layout, rings);
         // The forward pass is a third of the device's work. With validation first, the pool starts after the verdict, so only the forward
         // pass hides it.
         let (forward_s, backward_s) = (device_s / 3.0, device_s / 1.5);
@@ -154,13 +155,13 @@ impl<'a> Predictor<'a> {
     }
 
     /// Seconds from the last gradient to usable weights: one bucket is copied out, stepped and copied back.
-    fn start_up_s(&self, layout: &BucketLayout) -> f64 {
+    fn start_up_s(&self, layout: &BucketLayout, rings: Rings) -> f64 {
         let (rates, elems) = (&self.workload.site.machine.rates, layout.bucket_elems() / self.workload.site.ranks);
         if layout.offloaded() == 0 {
             return 0.0;
         }
         let copied = elems * self.workload.protocol.link_dtype.bytes();
-        let stepped_s = elems as f64 * self.stepped_bytes() / self.adam_bytes_per_s();
+        let stepped_s = elems as f64 * self.stepped_bytes() / self.adam_bytes_per_s(rings);
         rates.to_host_s(copied) + rates.wake_up_s + stepped_s + rates.to_device_s(copied)
     }
 
@@ -198,12 +199,10 @@ impl<'a> Predictor<'a> {
         self.stepped_bytes() + self.workload.protocol.link_dtype.bytes() as f64
     }
 
-    fn adam_bytes_per_s(&self) -> f64 {
-        self.workload.site.machine.rates.adam_bytes_per_s(
-            self.workload.site.threads,
-            self.workload.site.isa,
-            self.workload.recipe.numerics.moments,
-        )
+    fn adam_bytes_per_s(&self, rings: Rings) -> f64 {
+        let masters = if rings.split_masters { Masters::Split } else { Masters::Float32 };
+        let formats = HostFormats { moments: self.workload.recipe.numerics.moments, masters };
+        self.workload.site.machine.rates.adam_bytes_per_s(self.workload.site.threads, self.workload.site.isa, formats)
     }
 
     /// Bytes of paged states per second in each direction.

@@ -493,7 +493,7 @@ fn longer(line: &Value, shape: &ModelShape, plan: &Plan) -> f64 {
 fn host_gain(line: &Value, rates: &Rates, plan: &Plan) -> f64 {
     line["adam"]["busy_gb_per_s"]
         .as_f64()
-        .map_or(1.0, |gb_per_s| gb_per_s * 1e9 / rates.adam_bytes_per_s(plan.site.threads, plan.site.isa, plan.recipe.numerics.moments))
+        .map_or(1.0, |gb_per_s| gb_per_s * 1e9 / rates.adam_bytes_per_s(plan.site.threads, plan.site.isa, plan.host_formats()))
 }
 
 /// Relative excess of the `planned` bytes over the used bytes.

@@ -66,7 +66,7 @@ fn run(plan: Plan, shape: &ModelShape, name: &str, steps: Steps, trace_spans: us
     plan.site.trace_spans = trace_spans;
     let on = (plan.site.machine.kind, plan.site.machine.device);
     let (dev, pool) =
-        SimDevice::new(name, &plan.site.machine.rates, on, (plan.site.threads, plan.site.isa, plan.recipe.numerics.moments), trace_spans);
+        SimDevice::new(name, &plan.site.machine.rates, on, (plan.site.threads, plan.site.isa, plan.host_formats()), trace_spans);
     let (shape, pool, dev) = (shape.clone(), Pool::Simulated(pool), dev.among(plan.site.ranks / plan.site.processes));
     if plan.site.ranks == 1 {
         time(Engine::new(plan, shape, dev, pool, Arc::new(Doorbell::default()))?, steps)

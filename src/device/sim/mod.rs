@@ -9,11 +9,10 @@ mod world;
 use super::{Checked, Device, DeviceKind, DeviceLibraries, DeviceSlice, EventId, Kernel, Launch, MatrixPart, Peers, Stream, Swap};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::hardware::rates::Rates;
+use crate::hardware::rates::{HostFormats, Rates};
 use crate::host::pinned::PinnedSlice;
 use crate::memory::DeviceMemory;
 use crate::memory::{Addressing, MemorySpace, RingShape};
-use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
 use crate::ranks::{NcclUniqueId, RankContext};
 use crate::trace::Recorder;
@@ -43,12 +42,12 @@ pub(crate) struct SimDevice {
 
 impl SimDevice {
     /// A device with the kind and memory `on` at these `rates`, and its optimizer's pool with the number of workers, their instruction set
-    /// and the format of moments. `name` is for people.
+    /// and the formats of the state. `name` is for people.
     pub(crate) fn new(
         name: &str,
         rates: &Rates,
         on: (DeviceKind, DeviceMemory),
-        workers: (usize, Isa, Moments),
+        workers: (usize, Isa, impl Into<HostFormats>),
         trace_spans: usize,
     ) -> (Self, SimPool) {
         let shares_cores = on.0 == DeviceKind::Cpu;

@@ -80,7 +80,7 @@ impl SimulatedRun {
     fn device(&self, plan: &Plan, rates: &Rates) -> (Plan, SimDevice, Pool<StepJob>) {
         let plan = plan.clone().with_host_memory(MemoryPolicy::unbacked());
         let on = (plan.site.machine.kind, plan.site.machine.device);
-        let (dev, pool) = SimDevice::new("replay", rates, on, (plan.site.threads, plan.site.isa, plan.recipe.numerics.moments), 0);
+        let (dev, pool) = SimDevice::new("replay", rates, on, (plan.site.threads, plan.site.isa, plan.host_formats()), 0);
         (plan, dev, Pool::Simulated(pool))
     }
 
@@ -184,7 +184,7 @@ fn w2_in_80_gib_beside_an_adam_of_4_gparam_a_second_gains_more_than_a_tenth() {
     let bucket_mib = sweep(Some(256.0), None);
     let run = SimulatedRun::on_h200("llama-8b", 80, Settings { per_device_train_batch_size: 4, bucket_mib, ..Settings::default() });
     let plan = run.plan();
-    let alone = run.machine.rates.adam_bytes_per_s(plan.site.threads, plan.site.isa, plan.recipe.numerics.moments) / FUSED_BYTES;
+    let alone = run.machine.rates.adam_bytes_per_s(plan.site.threads, plan.site.isa, plan.host_formats()) / FUSED_BYTES;
     let (before_s, after_s, change) = replanned((&run, &plan), &run.machine.rates.with_faster_host(4e9 / alone), EVERY_TENTH);
     assert!(before_s > 1.1 * after_s, "{before_s:.3} -> {after_s:.3} s: {change}");
     if bucket_mib.is_some() {
