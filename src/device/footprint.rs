@@ -38,6 +38,11 @@ impl DeviceKind {
         whole - (ringed_elems - period_elems) * dtype.bytes()
     }
 
+    /// Bytes that the driver of a GPU adds to an allocation of `bytes` in device memory.
+    pub(crate) fn rounding_bytes(self, bytes: usize) -> usize {
+        if self == Self::Gpu { bytes.next_multiple_of(gpu::PAGE_BYTES) - bytes } else { 0 }
+    }
+
     /// Host memory in which a GPU's driver stores the page list of `pinned` bytes of host memory.
     pub(crate) fn page_list_bytes(self, pinned: usize) -> usize {
         if self == Self::Gpu { pinned / gpu::PINNED_PER_LISTED } else { 0 }
@@ -85,7 +90,7 @@ pub(crate) mod gpu {
     use crate::dtype::Dtype;
 
     /// Remaining device memory (0.6 GiB on an H200): the CUDA context; the code of cuBLASLt and cuDNN, which is loaded kernel by kernel;
-    /// rounding of each allocation to 2 MiB by the driver.
+    /// rounding of each allocation to 2 MiB by the driver, except for the many arrays of resident states.
     pub(super) const CONTEXT_BYTES: usize = 1 << 30;
     /// Remaining host memory: the driver's, the libraries' and this program's own.
     pub(super) const PROCESS_BYTES: usize = 1 << 30;
@@ -94,7 +99,7 @@ pub(crate) mod gpu {
     pub(super) const PINNED_PER_LISTED: usize = 4096 / 32;
     /// Chunk size of rings: a multiple of the GPU's 2 MiB pages, large enough that many gigabytes need few mappings.
     pub const RING_CHUNK_BYTES: usize = 32 << 20;
-    /// Page size of managed memory.
+    /// Page size of managed memory, and granularity of allocations.
     pub(crate) const PAGE_BYTES: usize = 2 << 20;
     /// cuBLASLt's workspace for partial sums of split products; NVIDIA recommends 32 MiB or more for Hopper.
     pub(crate) const MATMUL_WORKSPACE_BYTES: usize = 64 << 20;

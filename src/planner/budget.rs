@@ -326,6 +326,7 @@ impl Workload<'_> {
             class("peers' gradients", MemorySpace::Device, pulled),
             class("NCCL's buffers", MemorySpace::Device, if self.site.by_nccl { ranks * gpu::NCCL_BYTES } else { 0 }),
             class("resident p, m, v", MemorySpace::Device, self.device_arrays(Tier::Device).bytes(resident)),
+            class("rounding of states", MemorySpace::Device, self.rounding_of_states(layout)),
             class("paged states here", MemorySpace::Device, self.paged_window_bytes(layout)),
             class("cast staging", MemorySpace::Device, staging),
             class("activations", MemorySpace::Device, ranks * activations.device_bytes().0 as usize),
@@ -352,6 +353,14 @@ impl Workload<'_> {
         classes.extend(self.own_memory().into_iter().map(|own| class(own.name, own.space, count(own.space) * own.bytes)));
         classes.retain(|class| class.bytes > 0);
         classes
+    }
+
+    /// Bytes that drivers add to the arrays of resident states, each of which is an allocation for each bucket.
+    fn rounding_of_states(&self, layout: &BucketLayout) -> usize {
+        let (arrays, kind) = (self.device_arrays(Tier::Device), self.site.machine.kind);
+        let elems = Slices::new(layout.clone(), 0, self.site.ranks).slice_elems();
+        let bucket: usize = arrays.parts().map(|part| kind.rounding_bytes(arrays[part].bytes(elems))).sum();
+        self.site.ranks * layout.buckets_in(Tier::Device).len() * bucket
     }
 
     /// The device's own memory on one rank.

@@ -397,6 +397,20 @@ fn unified_states_need_a_window_and_the_link_and_nothing_else() {
     }
 }
 
+/// Arrays of 8-bit moments of 2^25 parameters have 33 MiB, for which the driver takes 34 MiB.
+#[test]
+fn a_gpu_plan_counts_what_the_driver_adds_to_arrays_of_states() {
+    let added = |bucket_mib| {
+        let settings = Settings { moments: Moments::Int8, bucket_mib: Some(bucket_mib), ..settings() };
+        let plan = fitting(&llama_8b(), &settings);
+        let class = plan.forecast.memory.iter().find(|class| class.name == "rounding of states");
+        (class.map_or(0, |class| class.bytes), plan.placement.layout.buckets_in(Tier::Device).len())
+    };
+    let (bytes, resident) = added(64.0);
+    assert!(resident > 0 && bytes == resident * (2 << 20), "{resident} buckets: {bytes}");
+    assert_eq!(added(128.0).0, 0);
+}
+
 #[test]
 fn a_gpu_plan_counts_its_workspaces() {
     let of = |settings: Settings| plan(&llama_8b(), &settings);

@@ -56,7 +56,7 @@ const ON_HOST: [(&str, &str); 18] = [
 ];
 
 /// Classes that the engine does not allocate: migrating pages, and memory of other components.
-const NOT_TAKEN: [&str; 10] = [
+const NOT_TAKEN: [&str; 11] = [
     "paged states here",
     "exchange",
     "slices under way",
@@ -65,6 +65,7 @@ const NOT_TAKEN: [&str; 10] = [
     "data",
     "lists of pinned pages",
     "lists of pinned copies",
+    "rounding of states",
     "context, libraries",
     "process, driver",
 ];
