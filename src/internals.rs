@@ -150,6 +150,7 @@ pub mod optim {
 /// Losses of pairs and of sampled completions.
 pub mod objective {
     pub use crate::policy_loss::{PolicyLoss, PolicyLossKind, PolicyTerms, PolicyToken};
+    pub use crate::teacher_loss::{TeacherEntry, TeacherLoss, TeacherRow, TeacherTerms};
 }
 
 /// Losses of pairs.

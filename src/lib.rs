@@ -111,6 +111,7 @@ mod superchip;
 #[cfg(test)]
 mod sweep;
 mod sync;
+mod teacher_loss;
 mod trace;
 mod train;
 mod units;

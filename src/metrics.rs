@@ -8,6 +8,7 @@ use crate::objective::ObjectiveMetrics;
 use crate::pair_loss::PairMetrics;
 use crate::planner::plan::Plan;
 use crate::policy_loss::PolicyMetrics;
+use crate::teacher_loss::TeacherMetrics;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -72,7 +73,7 @@ pub struct StepMetrics {
     pub d2h_bytes: u64,
     /// Bytes copied to the devices since the last line, over the links of all ranks.
     pub h2d_bytes: u64,
-    /// Means over the pairs or completions of the step; omitted for the cross-entropy of tokens.
+    /// Means over the pairs, completions or trained tokens of the step; omitted for the cross-entropy of tokens.
     #[serde(flatten)]
     pub objective: Option<ObjectiveLine>,
     /// How evenly the step's rows were distributed to experts; omitted if the model has none.
@@ -138,7 +139,23 @@ impl PolicyLine {
     }
 }
 
-/// Means over pairs or over the tokens of completions.
+/// Means over the trained tokens of a loss of distillation.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+pub struct TeacherLine {
+    /// Divergence of the model from the teacher, with all tokens that the teacher does not name as one token.
+    pub kl: f64,
+    /// Cross-entropy of the data's tokens.
+    pub cross_entropy: f64,
+}
+
+impl TeacherLine {
+    /// The names and the numbers.
+    fn numbers(&self) -> [(&'static str, f64); 2] {
+        [("kl", self.kl), ("cross_entropy", self.cross_entropy)]
+    }
+}
+
+/// Means over pairs, over the tokens of completions, or over trained tokens.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 #[serde(untagged)]
 pub enum ObjectiveLine {
@@ -146,6 +163,8 @@ pub enum ObjectiveLine {
     Pairs(PairLine),
     /// Of a loss of completions.
     Policy(PolicyLine),
+    /// Of a loss of distillation.
+    Teacher(TeacherLine),
 }
 
 impl ObjectiveLine {
@@ -154,6 +173,7 @@ impl ObjectiveLine {
         match self {
             Self::Pairs(line) => line.numbers().into(),
             Self::Policy(line) => line.numbers(),
+            Self::Teacher(line) => line.numbers().into(),
         }
     }
 }
@@ -163,6 +183,7 @@ impl From<ObjectiveMetrics> for ObjectiveLine {
         match metrics {
             ObjectiveMetrics::Pairs(metrics) => Self::Pairs(metrics.into()),
             ObjectiveMetrics::Policy(metrics) => Self::Policy(metrics.into()),
+            ObjectiveMetrics::Teacher(TeacherMetrics { kl, cross_entropy }) => Self::Teacher(TeacherLine { kl, cross_entropy }),
         }
     }
 }
@@ -242,6 +263,7 @@ impl fmt::Display for EvalMetrics {
         match objective {
             None => write!(f, "perplexity {eval_perplexity:.3}")?,
             Some(ObjectiveLine::Pairs(PairLine { margin, accuracy, .. })) => write!(f, "margin {margin:.3}  accuracy {accuracy:.3}")?,
+            Some(ObjectiveLine::Teacher(TeacherLine { kl, cross_entropy })) => write!(f, "kl {kl:.4}  cross-entropy {cross_entropy:.4}")?,
             Some(ObjectiveLine::Policy(PolicyLine { ratio, clipped, .. })) => write!(f, "ratio {ratio:.3}  clipped {clipped:.3}")?,
         }
         write!(f, "  {eval_tokens} tokens in {eval_seconds:.1} s")

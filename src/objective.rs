@@ -3,6 +3,7 @@
 
 use crate::pair_loss::{PAIR_TOKENS_MIN, PAIR_WORDS, PairLoss, PairLossKind, PairMetrics};
 use crate::policy_loss::{PolicyLoss, PolicyLossKind, PolicyMetrics, TOKEN_WORDS};
+use crate::teacher_loss::{ENTRY_WORDS, TeacherLoss, TeacherLossKind, TeacherMetrics};
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
 use serde::{Deserialize, Serialize};
@@ -19,6 +20,8 @@ pub enum ObjectiveKind {
     Pairs(PairLossKind),
     /// A loss of sampled completions.
     Policy(PolicyLossKind),
+    /// A loss of distillation.
+    Teacher(TeacherLossKind),
 }
 
 /// A loss other than the cross-entropy of tokens, with its coefficients.
@@ -29,6 +32,8 @@ pub enum Objective {
     Pairs(PairLoss),
     /// A loss of sampled completions.
     Policy(PolicyLoss),
+    /// A loss of distillation.
+    Teacher(TeacherLoss),
 }
 
 /// Means over a step or an evaluation.
@@ -38,11 +43,13 @@ pub enum ObjectiveMetrics {
     Pairs(PairMetrics),
     /// Means over the tokens of completions.
     Policy(PolicyMetrics),
+    /// Means over trained tokens.
+    Teacher(TeacherMetrics),
 }
 
 impl ValueEnum for ObjectiveKind {
     fn value_variants<'a>() -> &'a [Self] {
-        use {ObjectiveKind::*, PairLossKind::*, PolicyLossKind::*};
+        use {ObjectiveKind::*, PairLossKind::*, PolicyLossKind::*, TeacherLossKind::*};
         &[
             Pairs(Dpo),
             Pairs(Hinge),
@@ -57,6 +64,7 @@ impl ValueEnum for ObjectiveKind {
             Policy(Dapo),
             Policy(Grpo),
             Policy(DrGrpo),
+            Teacher(Distill),
         ]
     }
 
@@ -64,6 +72,7 @@ impl ValueEnum for ObjectiveKind {
         match self {
             Self::Pairs(kind) => kind.to_possible_value(),
             Self::Policy(kind) => kind.to_possible_value(),
+            Self::Teacher(kind) => kind.to_possible_value(),
         }
     }
 }
@@ -73,6 +82,7 @@ impl fmt::Display for Objective {
         match self {
             Self::Pairs(loss) => write!(f, "{loss:?}"),
             Self::Policy(loss) => write!(f, "{loss:?}"),
+            Self::Teacher(loss) => write!(f, "{loss:?}"),
         }
     }
 }
@@ -83,6 +93,7 @@ impl Objective {
         match self {
             Self::Pairs(_) => rows * (seq_length / PAIR_TOKENS_MIN) * PAIR_WORDS,
             Self::Policy(_) => rows * seq_length * TOKEN_WORDS,
+            Self::Teacher(loss) => rows * seq_length * loss.top_k * ENTRY_WORDS,
         }
     }
 
@@ -96,6 +107,7 @@ impl Objective {
         match self {
             Self::Pairs(_) => ObjectiveMetrics::Pairs(PairMetrics::of(reported)),
             Self::Policy(loss) => ObjectiveMetrics::Policy(loss.metrics(reported)),
+            Self::Teacher(loss) => ObjectiveMetrics::Teacher(loss.metrics(reported)),
         }
     }
 }
@@ -114,13 +126,17 @@ pub(crate) mod tests {
         Objective::Policy(PolicyLoss { kind, epsilon: 0.2, epsilon_high: 0.3, beta: 0.0, max_completion_length: 16 })
     }
 
+    /// A loss of distillation.
+    pub(crate) const DISTILL: Objective = Objective::Teacher(TeacherLoss { kd_ratio: 0.5, top_k: 2 });
+
     #[test]
     fn every_kind_of_loss_is_a_value_of_the_flag() {
         let names = |kinds: &[PossibleValue]| kinds.iter().map(|kind| kind.get_name().to_string()).collect::<Vec<_>>();
         let all: Vec<_> = ObjectiveKind::value_variants().iter().filter_map(ValueEnum::to_possible_value).collect();
         let pairs = PairLossKind::value_variants().iter().filter_map(ValueEnum::to_possible_value);
         let policy = PolicyLossKind::value_variants().iter().filter_map(ValueEnum::to_possible_value);
-        assert_eq!(names(&all), names(&pairs.chain(policy).collect::<Vec<_>>()));
+        let teacher = TeacherLossKind::value_variants().iter().filter_map(ValueEnum::to_possible_value);
+        assert_eq!(names(&all), names(&pairs.chain(policy).chain(teacher).collect::<Vec<_>>()));
         for kind in ObjectiveKind::value_variants() {
             let name = kind.to_possible_value().unwrap().get_name().to_string();
             assert_eq!(json!(kind), json!(name));
@@ -130,7 +146,7 @@ pub(crate) mod tests {
 
     #[test]
     fn a_loss_survives_its_record() {
-        for loss in [DPO, policy(PolicyLossKind::Dapo)] {
+        for loss in [DPO, policy(PolicyLossKind::Dapo), DISTILL] {
             assert_eq!(serde_json::from_value::<Objective>(json!(loss)).unwrap(), loss);
         }
     }

@@ -53,6 +53,11 @@ fn newcomer() -> Workspace {
     workspace.write("pairs.jsonl", (0..60).map(pair).collect::<Vec<_>>().join("\n"));
     let rollout = |n: usize| json!({"prompt_ids": [n, 2], "completion_ids": [3, n], "advantage": 0.5, "old_logps": [-1.5, -2]}).to_string();
     workspace.write("rollouts.jsonl", (0..60).map(rollout).collect::<Vec<_>>().join("\n"));
+    let taught = |n: usize| {
+        let [ids, probs] = [json!([[3, n + 4]]), json!([[0.5, 0.25]])];
+        json!({"prompt_ids": [n, 2], "completion_ids": [3], "teacher_ids": ids, "teacher_probs": probs}).to_string()
+    };
+    workspace.write("teacher.jsonl", (0..60).map(taught).collect::<Vec<_>>().join("\n"));
     workspace.write("axolotl.yml", "base_model: DIR\ndatasets: [chat.jsonl]\nsequence_len: 16\n");
     fs::create_dir_all(workspace.path("home/.local/share/man/man1")).unwrap();
     workspace.write("ds.json", json!({"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": true}}).to_string());

@@ -7,7 +7,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command as Process;
 
-const EXAMPLES: [&str; 4] = ["plain-text", "chat", "preference", "resume"];
+const EXAMPLES: [&str; 5] = ["plain-text", "chat", "preference", "distill", "resume"];
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))

@@ -11,6 +11,7 @@ mod data;
 mod data_view;
 mod delta;
 mod deploy;
+mod distill;
 mod documented;
 mod evaluation;
 mod exactness;

@@ -1,4 +1,4 @@
-//! Checks of the settings of a loss of pairs or of sampled completions.
+//! Checks of the settings of a loss of pairs, of sampled completions or of a teacher.
 
 use super::checks::check;
 use super::settings::Settings;
@@ -11,6 +11,12 @@ use crate::objective::ObjectiveKind;
 use crate::pair_loss::PairLossKind;
 use crate::policy_loss::PolicyLossKind;
 use crate::request::check::require;
+use crate::teacher_loss::TOP_K_MAX;
+
+/// Remedies for settings that belong to another loss.
+const NEEDS_PAIRS: &str = "needs a loss of pairs, such as --loss dpo";
+const NEEDS_COMPLETIONS: &str = "needs --loss dapo, grpo or dr-grpo";
+const NEEDS_TEACHER: &str = "needs --loss distill";
 
 impl ObjectiveKind {
     /// The format of data that the loss reads.
@@ -18,6 +24,7 @@ impl ObjectiveKind {
         match self {
             Self::Pairs(_) => DataFormat::Preference,
             Self::Policy(_) => DataFormat::Rollouts,
+            Self::Teacher(_) => DataFormat::Teacher,
         }
     }
 }
@@ -26,7 +33,7 @@ impl Settings {
     /// The settings for the cross-entropy of tokens.
     pub(crate) fn without_objective(self) -> Self {
         let (loss, beta, label_smoothing, simpo_gamma, cpo_alpha, pair_length) = (None, None, None, None, None, None);
-        let (epsilon, epsilon_high, max_completion_length) = (None, None, None);
+        let (epsilon, epsilon_high, max_completion_length, kd_ratio, loss_top_k) = (None, None, None, None, None);
         let data_format = if self.loss.is_some() { DataFormat::Auto } else { self.data_format };
         Self {
             loss,
@@ -38,12 +45,14 @@ impl Settings {
             epsilon,
             epsilon_high,
             max_completion_length,
+            kd_ratio,
+            loss_top_k,
             data_format,
             ..self
         }
     }
 
-    /// Checks the settings of a loss of pairs or completions, or that there are none without it.
+    /// Checks the settings of a loss of pairs, completions or a teacher, or that there are none without it.
     pub(super) fn check_objective(&self) -> Result<()> {
         let Some(loss) = self.loss else { return self.check_no_objective() };
         let name = describe::written(&describe::value(&loss));
@@ -61,28 +70,31 @@ impl Settings {
         match loss {
             ObjectiveKind::Pairs(kind) => self.check_pairs(kind),
             ObjectiveKind::Policy(kind) => self.check_completions(kind),
+            ObjectiveKind::Teacher(_) => self.check_teacher(),
         }
     }
 
-    /// Checks that a run with a loss of pairs or completions has data. Plans and benchmarks have random tokens instead.
+    /// Checks that a run with a loss of pairs, completions or a teacher has data. Plans and benchmarks have random tokens instead.
     pub(super) fn check_data_of_objective(&self) -> Result<()> {
         let Some(loss) = self.loss else { return Ok(()) };
         let columns = match loss {
             ObjectiveKind::Pairs(_) => "needs --data with the columns chosen and rejected",
             ObjectiveKind::Policy(_) => "needs --data with the columns prompt_ids, completion_ids and advantage",
+            ObjectiveKind::Teacher(_) => "needs --data with the columns input_ids, teacher_ids and teacher_probs",
         };
         require(!self.data.is_empty(), "loss", describe::written(&describe::value(&loss)), columns)
     }
 
-    /// Checks that no setting of a loss of pairs or completions is given.
+    /// Checks that no setting of a loss of pairs, completions or a teacher is given.
     fn check_no_objective(&self) -> Result<()> {
         let needs = "needs --loss";
-        for format in [DataFormat::Preference, DataFormat::Rollouts] {
+        for format in [DataFormat::Preference, DataFormat::Rollouts, DataFormat::Teacher] {
             require(self.data_format != format, "data-format", describe::written(&describe::value(&format)), needs)?;
         }
         require(self.beta.is_none(), "beta", self.beta.unwrap_or_default(), needs)?;
         self.check_no_pairs(needs)?;
-        self.check_no_completions(needs)
+        self.check_no_completions(needs)?;
+        self.check_no_teacher(needs)
     }
 
     /// Checks that no setting is given that only losses of pairs have.
@@ -100,9 +112,27 @@ impl Settings {
         numbers.into_iter().try_for_each(|(flag, value)| require(value.is_none(), flag, value.unwrap_or_default(), needs))
     }
 
+    /// Checks that no setting is given that only a loss of a teacher has.
+    fn check_no_teacher(&self, needs: &str) -> Result<()> {
+        require(self.kd_ratio.is_none(), "kd-ratio", self.kd_ratio.unwrap_or_default(), needs)?;
+        require(self.loss_top_k.is_none(), "loss-top-k", self.loss_top_k.unwrap_or_default(), needs)
+    }
+
+    /// Checks the settings of a loss of a teacher.
+    fn check_teacher(&self) -> Result<()> {
+        self.check_no_pairs(NEEDS_PAIRS)?;
+        self.check_no_completions(NEEDS_COMPLETIONS)?;
+        require(self.beta.is_none(), "beta", self.beta.unwrap_or_default(), "needs a loss of pairs or completions")?;
+        let ratio = self.kd_ratio.unwrap_or(1.0);
+        check((0.0..=1.0).contains(&ratio), "kd-ratio", ratio, "must be from 0 to 1")?;
+        let top_k = self.loss_top_k.unwrap_or(TOP_K_MAX);
+        require((1..=TOP_K_MAX).contains(&top_k), "loss-top-k", top_k, format!("must be from 1 to {TOP_K_MAX}"))
+    }
+
     /// Checks the settings of a loss of pairs.
     fn check_pairs(&self, kind: PairLossKind) -> Result<()> {
-        self.check_no_completions("needs --loss dapo, grpo or dr-grpo")?;
+        self.check_no_completions(NEEDS_COMPLETIONS)?;
+        self.check_no_teacher(NEEDS_TEACHER)?;
         let (length, half) = (self.pair_length().unwrap_or_default(), self.seq_length / 2);
         let rule = format!("must be from 2 to {half}, half of --seq-length, so that a pair fits a row");
         require((2..=half).contains(&length), "pair-length", length, rule)?;
@@ -122,7 +152,8 @@ impl Settings {
 
     /// Checks the settings of a loss of completions.
     fn check_completions(&self, kind: PolicyLossKind) -> Result<()> {
-        self.check_no_pairs("needs a loss of pairs, such as --loss dpo")?;
+        self.check_no_pairs(NEEDS_PAIRS)?;
+        self.check_no_teacher(NEEDS_TEACHER)?;
         let beta = self.beta.unwrap_or_default();
         check(beta.is_finite() && beta >= 0.0, "beta", beta, "must be finite and at least 0")?;
         let (low, high) = (self.epsilon.unwrap_or_default(), self.epsilon_high.unwrap_or_default());

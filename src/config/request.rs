@@ -2,7 +2,7 @@
 
 use super::options::{MatmulDtype, Rollback, TrainDtype};
 use super::settings::Settings;
-use crate::data::rows::row_rules::{RolloutRules, RowRules};
+use crate::data::rows::row_rules::{NumberRules, RowRules};
 use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -18,6 +18,7 @@ use crate::recipe::{Numerics, Recipe, RowOrder, Schedule};
 use crate::request::cut::{StepCut, StepSplit};
 use crate::request::wanted::Wanted;
 use crate::request::{KernelChoices, Request, SiteRequest};
+use crate::teacher_loss::{TOP_K_MAX, TeacherLoss};
 use std::sync::Arc;
 
 impl Settings {
@@ -95,19 +96,21 @@ impl Settings {
 
     /// How the data becomes rows.
     pub(crate) fn row_rules(&self) -> RowRules {
-        let rollouts = |objective| match objective {
+        let numbers = |objective| match objective {
             Objective::Pairs(_) => None,
-            Objective::Policy(loss) => Some(RolloutRules { needs_reference: loss.beta > 0.0 }),
+            Objective::Policy(loss) => Some(NumberRules::Rollouts { needs_reference: loss.beta > 0.0 }),
+            Objective::Teacher(loss) => Some(NumberRules::Teacher { top_k: loss.top_k }),
         };
         let Self { seq_length, packing, overlong, .. } = *self;
-        let (pair_length, rollouts) = (self.pair_length(), self.objective().and_then(rollouts));
+        let (pair_length, numbers) = (self.pair_length(), self.objective().and_then(numbers));
         let trains_prompts = matches!(self.loss, Some(ObjectiveKind::Pairs(kind)) if kind.trains_prompts());
-        RowRules { seq_length, packing, overlong, pair_length, trains_prompts, rollouts }
+        RowRules { seq_length, packing, overlong, pair_length, trains_prompts, numbers }
     }
 
-    /// The loss of pairs or completions; `None` for the cross-entropy of tokens. The defaults are those of TRL.
+    /// The loss of pairs, of completions or of a teacher; `None` for the cross-entropy of tokens. The defaults are those of TRL.
     fn objective(&self) -> Option<Objective> {
         let Self { beta, label_smoothing, simpo_gamma, cpo_alpha, epsilon, epsilon_high, max_completion_length, .. } = *self;
+        let Self { kd_ratio, loss_top_k, .. } = *self;
         let alpha = |kind| match kind {
             PairLossKind::Cpo => cpo_alpha.unwrap_or(1.0),
             PairLossKind::Simpo => cpo_alpha.unwrap_or(0.0),
@@ -129,6 +132,9 @@ impl Settings {
                 beta: beta.unwrap_or(0.0),
                 max_completion_length: max_completion_length.unwrap_or(512),
             }),
+            ObjectiveKind::Teacher(_) => {
+                Objective::Teacher(TeacherLoss { kd_ratio: kd_ratio.unwrap_or(1.0), top_k: loss_top_k.unwrap_or(TOP_K_MAX) })
+            }
         };
         self.loss.map(loss)
     }
@@ -225,6 +231,7 @@ mod tests {
     use crate::config::settings::tests::{command_line, sample_options};
     use crate::config::settings::{FEEDS, Feeds};
     use crate::policy_loss::PolicyLossKind;
+    use crate::teacher_loss::TeacherLossKind;
 
     fn splits(flags: &[&str]) -> std::result::Result<Vec<(usize, usize)>, String> {
         let all = [&["--data=corpus.txt", "--seq-length=16"], flags].concat();
@@ -277,8 +284,10 @@ mod tests {
             let is_of_pairs = ["beta", "label_smoothing", "simpo_gamma", "pair_length"].contains(&name.as_str());
             let is_of_completions = ["epsilon", "epsilon_high", "max_completion_length"].contains(&name.as_str());
             let completions = is_of_completions.then_some(ObjectiveKind::Policy(PolicyLossKind::Dapo));
+            let is_of_teacher = ["kd_ratio", "loss_top_k"].contains(&name.as_str());
+            let teacher = is_of_teacher.then_some(ObjectiveKind::Teacher(TeacherLossKind::Distill));
             let cpo = (name == "cpo_alpha").then_some(ObjectiveKind::Pairs(PairLossKind::Cpo));
-            let loss = is_of_pairs.then_some(ObjectiveKind::Pairs(PairLossKind::Dpo)).or(cpo).or(completions);
+            let loss = is_of_pairs.then_some(ObjectiveKind::Pairs(PairLossKind::Dpo)).or(cpo).or(completions).or(teacher);
             let base = Settings { loss, ..Settings::default() };
             let mut settings = base.clone();
             settings.take(options);

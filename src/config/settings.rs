@@ -385,7 +385,7 @@ settings! {
         strategy: Strategy = Strategy::Superoffload, Free, Wanted;
         /// Method to undo a failed speculation.
         rollback: Rollback = Rollback::Deferred, Logged, Recipe;
-        /// Loss of pairs of answers, or of sampled completions.
+        /// Loss of pairs of answers, sampled completions or a teacher.
         loss: ObjectiveKind => "none: the loss of tokens", Order, Recipe, unless "Option::is_none";
         /// Factor on log-ratios of pairs, or on divergences of completions.
         #[arg(value_name = "X", allow_hyphen_values = true)]
@@ -402,6 +402,12 @@ settings! {
         /// Tokens by which --loss dr-grpo divides.
         #[arg(value_name = "N")]
         max_completion_length: usize => "512 with --loss", Logged, Recipe, unless "Option::is_none";
+        /// Part of distillation in --loss distill, beside cross-entropy.
+        #[arg(value_name = "X", allow_hyphen_values = true)]
+        kd_ratio: f64 => "1 with --loss distill", Logged, Recipe, unless "Option::is_none";
+        /// Most tokens of a teacher for each token, for --loss distill.
+        #[arg(value_name = "K")]
+        loss_top_k: usize => "64 with --loss distill", Logged, Recipe, unless "Option::is_none";
         /// Probability that a label is wrong, for --loss robust.
         #[arg(value_name = "X", allow_hyphen_values = true)]
         label_smoothing: f64 => "0 with --loss", Logged, Recipe, unless "Option::is_none";

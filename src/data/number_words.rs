@@ -21,6 +21,27 @@ pub(in crate::data) fn number_of(words: &[i32; NUMBER_WORDS]) -> f32 {
     f32::from_bits(bits[0] | bits[1] << BITS | bits[2] << (2 * BITS))
 }
 
+/// The words of a number that belongs to token `id`: the first of them has this id.
+pub(in crate::data) fn words_with_id(id: u32, number: f32) -> [u32; NUMBER_WORDS] {
+    let [first, middle, last] = words_of(number);
+    [first | id, middle, last]
+}
+
+/// Whether a word is one of a number or a count. A word of a token that is not trained has no such bits; neither has a zero.
+pub(in crate::data) fn is_number(word: u32) -> bool {
+    word & UNTRAINED != 0 && count_of(word as i32) > 0
+}
+
+/// The word of a count below 4096.
+pub(in crate::data) fn word_of_count(count: usize) -> u32 {
+    UNTRAINED | (count as u32) << ID_BITS
+}
+
+/// The count of its word.
+pub(in crate::data) fn count_of(word: i32) -> usize {
+    ((word as u32 & !UNTRAINED) >> ID_BITS) as usize
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -36,6 +57,10 @@ mod tests {
             let words = words_of(f32::from_bits(bits));
             assert!(words.iter().all(|word| id_of(*word) == 0 && LossWeight::of(*word) == LossWeight::NONE), "{words:?}");
             assert_eq!(number_of(&words.map(|word| word as i32)).to_bits(), bits);
+            let with_id = words_with_id(151_935, f32::from_bits(bits)).map(|word| word as i32);
+            assert_eq!((id_of(with_id[0] as u32), number_of(&with_id).to_bits()), (151_935, bits));
         }
+        assert_eq!([0, 1, 64, 4095].map(|count| count_of(word_of_count(count) as i32)), [0, 1, 64, 4095]);
+        assert!(is_number(word_of_count(1)) && ![LossWeight::NONE.word(7), LossWeight::LEAST.word(7), 7].into_iter().any(is_number));
     }
 }

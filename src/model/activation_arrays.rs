@@ -8,6 +8,7 @@ use super::policy::LayerPolicy;
 use crate::device::DeviceSlice;
 use crate::pair_loss::PairLoss;
 use crate::policy_loss::PolicyLoss;
+use crate::teacher_loss::TeacherLoss;
 
 /// Device memory of one micro-batch of T = `batch * seq_length` tokens. With sequence parallelism T is the number of this rank's tokens.
 /// Arrays are in the compute format unless stated otherwise.
@@ -39,7 +40,7 @@ pub(crate) struct Activations {
     pub(crate) rope_tables: Vec<DeviceSlice>,
     /// Rows that the head computes and their workspaces, if it computes [`super::head_rows::HeadRows::Trained`].
     pub(super) head_rows: Option<HeadRowsWork>,
-    /// Arrays of the loss of pairs or completions; `None` for the cross-entropy of tokens.
+    /// Arrays of the loss of pairs, completions or a teacher; `None` for the cross-entropy of tokens.
     pub(crate) objective: Option<ObjectiveWork>,
     /// Mean loss of the optimizer step, fp32 `[1]`; not multiplied by the loss scale. With an objective `[6]`: see
     /// [`crate::pair_loss::REPORT_WORDS`].
@@ -186,22 +187,28 @@ pub(super) enum LossWork {
         sums: DeviceSlice,
     },
     Policy(PolicyLoss),
+    Teacher {
+        loss: TeacherLoss,
+        /// For each row the logits of the teacher's tokens, and then the gradients of these logits and of the target's, fp32 `[T, top_k + 1]`.
+        entries: DeviceSlice,
+    },
 }
 
 impl ObjectiveWork {
-    /// Sums of log-probabilities of pairs, see [`LossWork::Pairs`]; `None` with completions.
+    /// Sums of log-probabilities of pairs, see [`LossWork::Pairs`]; `None` with other losses.
     pub(crate) fn sums(&self) -> Option<DeviceSlice> {
         if let LossWork::Pairs { sums, .. } = self.loss { Some(sums) } else { None }
     }
 }
 
-/// Arrays of a loss of pairs or completions.
+/// Arrays of a loss of pairs, completions or a teacher.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ObjectiveWork {
     /// The loss.
     pub(super) loss: LossWork,
     /// The list of the micro-batch, behind its other arrays: pairs, int32 `[places, 8]`, see [`crate::pair_loss::PAIR_WORDS`], or numbers of
-    /// all rows, int32 `[T, 4]`, see [`crate::policy_loss::TOKEN_WORDS`].
+    /// all rows, int32 `[T, 4]`, see [`crate::policy_loss::TOKEN_WORDS`], or tokens of a teacher, int32 `[T, top_k, 2]`, see
+    /// [`crate::teacher_loss::ENTRY_WORDS`].
     pub(super) list: DeviceSlice,
     /// Softmax statistics of all rows, fp32 `[T, 3]`.
     pub(super) stats: DeviceSlice,

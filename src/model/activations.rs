@@ -60,7 +60,7 @@ pub struct MicroBatch<'a> {
     pub(crate) sequence_ranks: usize,
     /// Whether a sequence may hold several documents.
     pub separates_documents: bool,
-    /// The loss of pairs or completions; `None` for the cross-entropy of tokens.
+    /// The loss of pairs, completions or a teacher; `None` for the cross-entropy of tokens.
     pub objective: Option<Objective>,
     /// Compute format.
     pub dtype: Dtype,
@@ -400,6 +400,10 @@ impl ActivationPlan {
                 LossWork::Pairs { loss, sums }
             }
             Objective::Policy(loss) => LossWork::Policy(loss),
+            Objective::Teacher(loss) => {
+                let entries = memory.matrix("teacher_entries", &[self.tokens(), loss.top_k + 1], Dtype::Float32)?;
+                LossWork::Teacher { loss, entries }
+            }
         };
         Ok(Some(ObjectiveWork {
             loss,

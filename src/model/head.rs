@@ -7,7 +7,7 @@
 //!
 //! A loss of pairs needs the sums of log-probabilities of whole answers before the first gradient. So the statistics of all rows come first,
 //! then one kernel makes a scale for each row of them, and a second pass over the rows computes the gradients. A loss of sampled completions
-//! takes the same two passes.
+//! takes the same two passes, and so does a loss of distillation. Its statistics are those of the tokens that are not the teacher's.
 //!
 //! [`LossTile::tail`]: super::loss_tile::LossTile::tail
 
@@ -19,10 +19,11 @@ use super::params::LinearParams;
 use super::tensors::Module;
 use crate::device::{
     CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, CrossEntropyStats, DeviceSlice, Embed, Kernels, Matmul, MatmulLayout,
-    MatmulShape, PairLosses, PolicyLosses, ScatterRows, Stream, Zero,
+    MatmulShape, PairLosses, PolicyLosses, ScatterRows, Stream, TeacherGrad, TeacherLosses, TeacherStats, Zero,
 };
 use crate::error::Result;
 use crate::policy_loss::TOKEN_WORDS;
+use crate::teacher_loss::ENTRY_WORDS;
 use std::ops::Range;
 
 /// Properties of one micro-step within its optimizer step.
@@ -44,7 +45,12 @@ pub(crate) struct MicroStep {
 impl MicroStep {
     /// Pairs, completions or tokens of the step that an objective is a mean of.
     fn count(self) -> f64 {
-        (1.0 / f64::from(self.inv_weight)).round()
+        self.weight().round()
+    }
+
+    /// Sum of the weights of all targets of the step.
+    fn weight(self) -> f64 {
+        1.0 / f64::from(self.inv_weight)
     }
 }
 
@@ -68,10 +74,32 @@ struct Rows {
     dhidden: DeviceSlice,
     targets: DeviceSlice,
     stats: DeviceSlice,
-    /// Scales of the gradients, with a loss of pairs or completions.
+    /// Scales of the gradients, with a loss of pairs, completions or a teacher.
     scales: Option<DeviceSlice>,
+    teacher: Option<TeacherRows>,
     count: usize,
     first: bool,
+}
+
+/// The teacher's tokens of a range of rows.
+#[derive(Clone, Copy)]
+struct TeacherRows {
+    words: DeviceSlice,
+    entries: DeviceSlice,
+    top_k: usize,
+}
+
+impl ObjectiveWork {
+    /// The teacher's tokens of `count` rows from `start` on; `None` with another loss.
+    fn teacher(&self, start: usize, count: usize) -> Option<TeacherRows> {
+        let LossWork::Teacher { loss, entries } = self.loss else { return None };
+        let (top_k, of_row, places) = (loss.top_k, loss.top_k * ENTRY_WORDS, loss.top_k + 1);
+        Some(TeacherRows {
+            words: self.list.slice(start * of_row, count * of_row),
+            entries: entries.slice(start * places, count * places),
+            top_k,
+        })
+    }
 }
 
 impl Model {
@@ -99,7 +127,7 @@ impl Model {
         if gradients.is_some() { self.backward(dev, Module::Head, micro) } else { Ok(()) }
     }
 
-    /// Computes the losses of the pairs or completions of the micro-batch, and the scale of each row's gradient.
+    /// Computes the losses of the pairs, completions or tokens of the micro-batch, and the scale of each row's gradient.
     fn objective_loss<D: Kernels>(&self, dev: &mut D, micro: MicroStep, work: ObjectiveWork) -> Result<()> {
         self.for_each_tile(dev, micro, |dev, rows| self.stats(dev, rows))?;
         let ObjectiveWork { loss, list, stats, scales, totals } = work;
@@ -114,6 +142,24 @@ impl Model {
             LossWork::Policy(loss) => {
                 let tokens = list.slice(0, TOKEN_WORDS * targets.elems());
                 dev.launch(PolicyLosses { tokens, targets, stats, scales, totals, report, loss, count, scale, accumulate })
+            }
+            LossWork::Teacher { loss, .. } => {
+                let Some(TeacherRows { words: teacher, entries, .. }) = work.teacher(0, targets.elems()) else { return Ok(()) };
+                let (softcap, weight) = (self.shape.logit_softcap, micro.weight());
+                dev.launch(TeacherLosses {
+                    teacher,
+                    targets,
+                    stats,
+                    entries,
+                    scales,
+                    totals,
+                    report,
+                    loss,
+                    softcap,
+                    weight,
+                    scale,
+                    accumulate,
+                })
             }
         }
     }
@@ -185,9 +231,15 @@ impl Model {
             targets: act.targets.slice(start, count),
             stats,
             scales,
+            teacher: self.teacher_rows(start, count),
             count,
             first: start == 0,
         }
+    }
+
+    /// The teacher's tokens of `count` rows from `start` on; `None` without a teacher.
+    fn teacher_rows(&self, start: usize, count: usize) -> Option<TeacherRows> {
+        self.activations.objective.and_then(|work| work.teacher(start, count))
     }
 
     /// Copies the hidden states of `count` selected rows, from index `start` of the list, into the workspace.
@@ -197,7 +249,8 @@ impl Model {
         let [selected, targets] = [work.rows, work.targets].map(|list| list.slice(start, count));
         dev.launch(Embed { tokens: selected, positions: selected, wte: act.final_norm_out, wpe: None, out: hidden, channels })?;
         let (stats, scales) = self.loss_arrays(start, count);
-        Ok(Rows { selected: Some(selected), hidden, dhidden, targets, stats, scales, count, first: start == 0 })
+        let teacher = self.teacher_rows(start, count);
+        Ok(Rows { selected: Some(selected), hidden, dhidden, targets, stats, scales, teacher, count, first: start == 0 })
     }
 
     /// Copies the gradients of selected rows to their places in the gradient of all rows, which is zero elsewhere.
@@ -213,19 +266,24 @@ impl Model {
         dev.launch(CrossEntropyLoss { targets: rows.targets, stats: rows.stats, loss, scale: micro.inv_weight, accumulate })
     }
 
-    /// Computes the softmax statistics of all logits.
+    /// Computes the softmax statistics of all logits, or those of the tokens that are not the teacher's.
     fn stats<D: Kernels>(&self, dev: &mut D, rows: Rows) -> Result<()> {
         let Rows { targets, stats, .. } = rows;
         for tile in self.tiles() {
-            let (vocab_start, cols, softcap) = (tile.start, tile.len(), self.shape.logit_softcap);
+            let (vocab_start, cols, softcap, first) = (tile.start, tile.len(), self.shape.logit_softcap, tile.start == 0);
             let logits = self.logits_tile(dev, rows, &tile)?;
-            dev.launch(CrossEntropyStats { logits, targets, stats, vocab_start, cols, softcap, first: vocab_start == 0 })?;
+            match rows.teacher {
+                None => dev.launch(CrossEntropyStats { logits, targets, stats, vocab_start, cols, softcap, first })?,
+                Some(TeacherRows { words: teacher, entries, top_k }) => {
+                    dev.launch(TeacherStats { logits, targets, teacher, stats, entries, top_k, vocab_start, cols, softcap, first })?;
+                }
+            }
         }
         Ok(())
     }
 
     fn loss_backward<D: Kernels>(&self, dev: &mut D, rows: Rows, micro: MicroStep, gradients: HeadGradients) -> Result<()> {
-        // With a loss of pairs or completions, the logits in memory are those of the last rows.
+        // With a loss of pairs, completions or a teacher, the logits in memory are those of the last rows.
         let are_kept = self.activations.tile.holds(self.shape.vocab) && rows.scales.is_none();
         for tile in self.tiles() {
             let logits = if are_kept { self.logits_of(rows, &tile) } else { self.logits_tile(dev, rows, &tile)? };
@@ -234,6 +292,9 @@ impl Model {
             match rows.scales {
                 None => dev.launch(CrossEntropyGrad { logits, targets, stats, vocab_start, cols, softcap, scale })?,
                 Some(scales) => dev.launch(CrossEntropyRowGrad { logits, targets, stats, scales, vocab_start, cols, softcap })?,
+            }
+            if let Some(TeacherRows { words: teacher, entries, top_k }) = rows.teacher {
+                dev.launch(TeacherGrad { logits, targets, teacher, entries, top_k, vocab_start, cols })?;
             }
             if gradients != HeadGradients::Matrix {
                 self.hidden_gradient(dev, rows, logits, &tile)?;

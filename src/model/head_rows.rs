@@ -7,6 +7,7 @@
 use crate::objective::Objective;
 use crate::pair_loss::PAIR_WORDS;
 use crate::policy_loss::TOKEN_WORDS;
+use crate::teacher_loss::ENTRY_WORDS;
 use serde::{Deserialize, Serialize};
 
 /// Rows that the head computes.
@@ -76,15 +77,16 @@ pub(crate) fn select(targets: &[i32], rows: &mut [i32], kept: &mut [i32], tile_r
 pub(crate) fn place_list(objective: &Objective, list: &mut [i32], rows: &[i32]) {
     match objective {
         Objective::Pairs(_) => place_pairs(list, rows),
-        Objective::Policy(_) => place_tokens(list, rows),
+        Objective::Policy(_) => place_tokens(list, rows, TOKEN_WORDS),
+        Objective::Teacher(loss) => place_tokens(list, rows, loss.top_k * ENTRY_WORDS),
     }
 }
 
-/// Moves the numbers of the selected `rows`, which ascend, to the front.
-fn place_tokens(list: &mut [i32], rows: &[i32]) {
+/// Moves the numbers of the selected `rows`, which ascend and have `words` words each, to the front.
+fn place_tokens(list: &mut [i32], rows: &[i32], words: usize) {
     for (place, row) in rows.iter().enumerate() {
-        let first = *row as usize * TOKEN_WORDS;
-        list.copy_within(first..first + TOKEN_WORDS, place * TOKEN_WORDS);
+        let first = *row as usize * words;
+        list.copy_within(first..first + words, place * words);
     }
 }
 
@@ -140,6 +142,9 @@ mod tests {
         place_list(&crate::objective::tests::policy(crate::policy_loss::PolicyLossKind::Dapo), &mut list, &[0, 3, 4]);
         let firsts: Vec<i32> = list.chunks(TOKEN_WORDS).take(3).map(|words| words[0]).collect();
         assert_eq!((firsts, list[5]), (vec![0, 12, 16], 13));
+        let mut list: Vec<i32> = (0..20).collect();
+        place_list(&crate::objective::tests::DISTILL, &mut list, &[1, 4]);
+        assert_eq!(list[..8], [4, 5, 6, 7, 16, 17, 18, 19], "two tokens of a teacher have four words");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use crate::data::rows::batch::{Batch, Batches, RowList};
 use crate::error::Result;
 use crate::policy_loss::PolicyToken;
+use crate::teacher_loss::entry_words;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::collections::BTreeMap;
@@ -256,6 +257,13 @@ impl Batches for RandomTokens {
                     let numbers = PolicyToken::words([1.0, absent, -1.0], length as i32);
                     words.as_chunks_mut().0.fill(numbers);
                 }
+                (Some(starts), Some(RowList::Teacher { words, top_k })) => {
+                    self.separate(starts, row.positions);
+                    row.targets[length - 1] = -1;
+                    for (place, words) in words.as_chunks_mut().0.iter_mut().enumerate() {
+                        *words = entry_words((place % top_k) as u32, 1.0 / (top_k + 1) as f32);
+                    }
+                }
                 (Some(starts), None) => self.separate(starts, row.positions),
                 (None, _) => *self.documents.entry(length).or_default() += 1,
             }
@@ -269,7 +277,7 @@ mod tests {
     use super::*;
     use crate::data::loss_weight::LossWeight;
     use crate::data::rows::batch;
-    use crate::objective::tests::{DPO, policy};
+    use crate::objective::tests::{DISTILL, DPO, policy};
     use crate::policy_loss::PolicyLossKind;
 
     /// Simulated steps of a loss of pairs have data, too.
@@ -293,6 +301,16 @@ mod tests {
         RandomTokens::new(3, 50).fill(&mut batch).unwrap();
         assert_eq!(batch.count_targets(50).map(|counted| counted.targets), Ok(30), "nothing follows a completion");
         assert!(batch.list.as_ref().unwrap().words.chunks(4).all(|words| words[3] == 16));
+    }
+
+    #[test]
+    fn rows_of_a_teacher_have_as_many_tokens_as_the_loss_reads() {
+        let mut memory = vec![0; 2 * batch::part_words((1, 16), 1, true) + DISTILL.list_words((2, 16))];
+        let mut batch = Batch::of_objective(&mut memory, 16, &DISTILL);
+        RandomTokens::new(3, 50).fill(&mut batch).unwrap();
+        assert_eq!(batch.count_targets(50).map(|counted| counted.targets), Ok(30));
+        let teachers = batch.list.as_ref().unwrap().words.chunks(4).map(|words| crate::teacher_loss::entries(words).map(|(id, _)| id));
+        assert!(teachers.flatten().eq((0..64).map(|place| place % 2)));
     }
 
     #[test]

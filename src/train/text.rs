@@ -95,7 +95,7 @@ pub(crate) fn tokenizer(
 
 /// A line for people when no token says where documents end.
 pub(crate) fn warning(settings: &Settings, tokenizer: &Tokenizer, dataset: &Dataset) -> Option<String> {
-    let has_text = settings.data_format != DataFormat::Rollouts;
+    let has_text = ![DataFormat::Rollouts, DataFormat::Teacher].contains(&settings.data_format);
     let unmarked = has_text && dataset.documents() > 1 && tokenizer.end_of_text().is_none();
     let documents = dataset.documents();
     let lack = match settings.packing {

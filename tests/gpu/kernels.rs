@@ -8,7 +8,7 @@ use super::random::Random;
 use super::report::{Outcome, Report};
 use super::{
     attention, attention_parts, casts, copies, cross_entropy, delta, embed, experts, fp8, heads, key_gradients, matmul, norms, optimizer,
-    plans, pointwise, products, route, scales, sinks,
+    plans, pointwise, products, route, scales, sinks, teacher,
 };
 use std::io::Write;
 use superoffload::internals::dtype::Dtype;
@@ -52,6 +52,7 @@ pub fn run<W: Write>(suite: &mut Suite<'_, W>) {
     norms::cases(suite);
     heads::cases(suite);
     cross_entropy::cases(suite);
+    teacher::cases(suite);
     matmul::cases(suite);
     attention::cases(suite);
     attention_parts::cases(suite);

@@ -30,4 +30,5 @@ mod route;
 pub mod run;
 mod scales;
 mod sinks;
+mod teacher;
 mod training;

@@ -27,6 +27,7 @@ const FLOORS: [&[&str]; 15] = [
         "scalar",
         "signals",
         "sync",
+        "teacher_loss",
         "trace",
         "units",
     ],

@@ -26,7 +26,7 @@ class Settings(TypedDict, total=False):
     """The token between documents, as text or id [default: from the model's files]."""
     add_bos: Literal["auto", "yes", "no"]
     """Begin each document with the begin-of-text token; auto follows the tokenizer [default: auto]."""
-    data_format: Literal["auto", "text", "messages", "prompt-completion", "alpaca", "input-ids", "preference", "rollouts"]
+    data_format: Literal["auto", "text", "messages", "prompt-completion", "alpaca", "input-ids", "preference", "rollouts", "teacher"]
     """Meaning of the columns of records; auto goes by their names [default: auto]."""
     columns: str | int | float | Sequence[str | int | float]
     """Column names of the data, as OURS=THEIRS, separated by commas [default: none]."""
@@ -58,8 +58,8 @@ class Settings(TypedDict, total=False):
     """Set of offloading techniques [default: superoffload]."""
     rollback: Literal["deferred", "inverse"]
     """Method to undo a failed speculation [default: deferred]."""
-    loss: Literal["dpo", "hinge", "ipo", "robust", "apo-zero", "apo-down", "sigmoid-norm", "simpo", "cpo", "orpo", "dapo", "grpo", "dr-grpo"]
-    """Loss of pairs of answers, or of sampled completions [default: none: the loss of tokens]."""
+    loss: Literal["dpo", "hinge", "ipo", "robust", "apo-zero", "apo-down", "sigmoid-norm", "simpo", "cpo", "orpo", "dapo", "grpo", "dr-grpo", "distill"]
+    """Loss of pairs of answers, sampled completions or a teacher [default: none: the loss of tokens]."""
     beta: float
     """Factor on log-ratios of pairs, or on divergences of completions [default: 0.1 with pairs, else 0]."""
     cpo_alpha: float
@@ -70,6 +70,10 @@ class Settings(TypedDict, total=False):
     """Range above 1 of ratios that count, for --loss dapo [default: that of --epsilon]."""
     max_completion_length: int
     """Tokens by which --loss dr-grpo divides [default: 512 with --loss]."""
+    kd_ratio: float
+    """Part of distillation in --loss distill, beside cross-entropy [default: 1 with --loss distill]."""
+    loss_top_k: int
+    """Most tokens of a teacher for each token, for --loss distill [default: 64 with --loss distill]."""
     label_smoothing: float
     """Probability that a label is wrong, for --loss robust [default: 0 with --loss]."""
     simpo_gamma: float

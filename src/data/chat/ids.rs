@@ -63,7 +63,7 @@ pub(super) fn marked(ids: &IdColumn<'_>, labels: Option<&IdColumn<'_>>, masks: &
 }
 
 /// Whole numbers; true and false are 1 and 0, as Python has them.
-fn list(value: &Value) -> Option<Vec<i64>> {
+pub(super) fn list(value: &Value) -> Option<Vec<i64>> {
     let whole = |number: f64| (number.fract() == 0.0 && number.abs() < f64::from(u32::MAX)).then_some(number as i64);
     let number = |value: &Value| value.as_i64().or_else(|| value.as_bool().map(i64::from)).or_else(|| value.as_f64().and_then(whole));
     value.as_array()?.iter().map(number).collect()

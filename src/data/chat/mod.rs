@@ -26,6 +26,7 @@ mod rewrite;
 pub(crate) mod rollout;
 pub(crate) mod sample;
 pub(in crate::data) mod span;
+pub(in crate::data) mod teacher;
 mod template;
 mod template_variables;
 mod token_weights;

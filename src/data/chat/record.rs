@@ -7,6 +7,7 @@ use super::pair::{PairTexts, take_common};
 use super::parts::PartRoles;
 use super::rollout::{ADVANTAGE, OLD_LOGPS, REF_LOGPS, Rollout, RolloutColumns};
 use super::sample::{ChatSample, ChatSamples};
+use super::teacher::{TEACHER_IDS, TEACHER_LOGPROBS, TEACHER_PROBS, Taught, TeacherColumns};
 use super::template::ChatTemplate;
 use super::token_weights::{self, ROUNDED, WEIGHTS};
 use super::{foreign_names, integers, lost, non_finite, template_variables, tool_calls};
@@ -38,10 +39,12 @@ pub enum DataFormat {
     Preference,
     /// `prompt_ids`, `completion_ids` and `advantage`, log-probabilities beside: samples, for --loss.
     Rollouts,
+    /// `input_ids`, or `prompt_ids` and `completion_ids`, with `teacher_ids` and `teacher_probs` or `teacher_logprobs`, for --loss distill.
+    Teacher,
 }
 
 impl DataFormat {
-    const COLUMNS: [(Self, &[&str]); 8] = [
+    const COLUMNS: [(Self, &[&str]); 10] = [
         (Self::Text, &["text"]),
         (Self::Messages, &["messages"]),
         (Self::Messages, &["conversations"]),
@@ -50,6 +53,8 @@ impl DataFormat {
         (Self::InputIds, &["input_ids"]),
         (Self::Preference, &["chosen", "rejected"]),
         (Self::Rollouts, &["prompt_ids", "completion_ids", ADVANTAGE]),
+        (Self::Teacher, &["input_ids", TEACHER_IDS]),
+        (Self::Teacher, &["prompt_ids", "completion_ids", TEACHER_IDS]),
     ];
 
     /// Whether its records hold answers to prompts, not running text.
@@ -115,6 +120,8 @@ pub(in crate::data) enum Content {
     Pair(PairTexts),
     /// A sampled completion with its numbers.
     Rollout(Rollout),
+    /// Ids with a teacher's tokens.
+    Taught(Taught),
 }
 
 /// A record that was read.
@@ -144,12 +151,14 @@ impl RecordRules {
         let mut fitting: Vec<DataFormat> =
             DataFormat::COLUMNS.iter().map(|(format, _)| *format).filter(|format| format.fits(&|name| record.has(name))).collect();
         fitting.dedup();
-        // Data of other formats may have these columns, too. Pairs and rollouts are read for a loss of their own alone.
+        // Data of other formats may have these columns, too. Pairs, rollouts and teachers are read for a loss of their own alone.
+        let has_teacher = fitting.pop_if(|last| *last == DataFormat::Teacher).is_some();
         let has_rollouts = fitting.pop_if(|last| *last == DataFormat::Rollouts).is_some();
         let has_pairs = fitting.pop_if(|last| *last == DataFormat::Preference).is_some();
         match fitting[..] {
             [format] => Ok(format),
             [] if has_pairs => Err("its columns are those of pairs of answers: train on pairs with --loss dpo".into()),
+            [] if has_teacher => Err("its columns are those of a teacher's tokens: train on them with --loss distill".into()),
             [] if has_rollouts => Err("its columns are those of sampled completions: train on completions with --loss dapo".into()),
             [] => {
                 let found: Vec<_> = record.columns.keys().map(String::as_str).take(8).collect();
@@ -169,7 +178,7 @@ impl RecordRules {
     /// Whether the data's column `name` decides which tokens a record becomes.
     fn decides(&self, name: &str) -> bool {
         let beside = ["tools", "system", "input", "history", "labels", WEIGHTS, "chat_template_kwargs", OLD_LOGPS, REF_LOGPS];
-        let beside = beside.iter().chain(&ids::MASKS);
+        let beside = beside.iter().chain(&ids::MASKS).chain(&[TEACHER_PROBS, TEACHER_LOGPROBS]);
         let known = || DataFormat::COLUMNS.iter().flat_map(|(_, columns)| columns.iter()).chain(beside).any(|column| *column == name);
         self.columns.values().any(|foreign_name| foreign_name == name) || known()
     }
@@ -214,6 +223,10 @@ impl RecordRules {
             DataFormat::Rollouts => {
                 self.allow(&[TrainOn::Completion], format)?;
                 record.rollout().map(Content::Rollout)?
+            }
+            DataFormat::Teacher => {
+                self.allow(&[TrainOn::Completion], format)?;
+                record.taught(&mut remarks).map(Content::Taught)?
             }
             DataFormat::Messages | DataFormat::PromptCompletion | DataFormat::Alpaca => self.rendered(&record, format, &mut remarks)?,
         };
@@ -308,6 +321,7 @@ impl ReadRecord<'_> {
         let read = [
             ("history", DataFormat::Alpaca),
             (WEIGHTS, DataFormat::InputIds),
+            (WEIGHTS, DataFormat::Teacher),
             ("chosen", DataFormat::Preference),
             ("rejected", DataFormat::Preference),
         ];
@@ -357,6 +371,27 @@ impl ReadRecord<'_> {
         let optional = |name| self.has(name).then(|| column(name));
         let [prompt, completion, advantage] = ["prompt_ids", "completion_ids", ADVANTAGE].map(column);
         RolloutColumns { prompt, completion, advantage, old: optional(OLD_LOGPS), reference: optional(REF_LOGPS) }.read()
+    }
+
+    /// The tokens, and the teacher's tokens for each of them that is trained.
+    fn taught(&self, remarks: &mut BTreeSet<String>) -> Result<Taught, String> {
+        let column = |name| IdColumn { name: self.their_name(name), value: &self.columns[name] };
+        let (tokens, prompt) = if self.has("input_ids") {
+            (self.ids(remarks)?, 0)
+        } else if self.has(WEIGHTS) {
+            return Err(format!("`{}` is read beside `input_ids`; leave the column out", self.their_name(WEIGHTS)));
+        } else {
+            let ids = |name, weight| {
+                let ids = ids::marked(&column(name), None, &[])?.into_iter();
+                Ok::<Vec<_>, String>(ids.map(|(id, _)| (id, weight)).collect())
+            };
+            let (prompt, completion) = (ids("prompt_ids", LossWeight::NONE)?, ids("completion_ids", LossWeight::WHOLE)?);
+            let length = prompt.len();
+            ([prompt, completion].concat(), length)
+        };
+        let optional = |name| self.has(name).then(|| column(name));
+        let (probs, logprobs) = (optional(TEACHER_PROBS), optional(TEACHER_LOGPROBS));
+        TeacherColumns { ids: column(TEACHER_IDS), probs, logprobs, first: prompt }.read(tokens)
     }
 
     /// Whether the template goes over the parts of a message of `role`.

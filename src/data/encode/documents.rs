@@ -6,6 +6,7 @@ use super::boundary_tokens::missing_begin;
 use super::diagnostics::{RecordRemarks, Remarks};
 use super::media_token::{MediaToken, find};
 use crate::data::loss_weight::id_of;
+use crate::data::number_words::is_number;
 pub(in crate::data) use crate::data::read::position::{DocumentPosition, place_word};
 use crate::error::Result;
 
@@ -167,8 +168,11 @@ impl<S: Sink> Documents<S> {
     /// `Format` that names place, token and id when one is outside the vocabulary, or stands for other input than text; the sink's.
     pub(in crate::data) fn append(&mut self, ids: &[u32], place: &DocumentPosition) -> Result<()> {
         if let Some(idx) = ids.iter().position(|&token| id_of(token) as usize >= self.vocab_size) {
-            let nth = self.tokens_of_document + idx as u64;
-            return Err(place.error(format_args!("token {nth} has id {}, outside the vocabulary of {}", id_of(ids[idx]), self.vocab_size)));
+            let (nth, id, vocab_size) = (self.tokens_of_document + idx as u64, id_of(ids[idx]), self.vocab_size);
+            if ids.first().is_some_and(|word| is_number(*word)) {
+                return Err(place.error(format_args!("id {id} of a teacher is outside the vocabulary of {vocab_size}")));
+            }
+            return Err(place.error(format_args!("token {nth} has id {id}, outside the vocabulary of {vocab_size}")));
         }
         self.expect_text(ids, place)?;
         self.tokens_of_document += ids.len() as u64;

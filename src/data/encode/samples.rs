@@ -9,6 +9,7 @@ use crate::data::chat::record::Content;
 use crate::data::chat::rollout::Rollout;
 use crate::data::chat::sample::{ChatSample, ChatSamples};
 use crate::data::chat::span::common_prefix;
+use crate::data::chat::teacher::Taught;
 use crate::data::loss_weight::{LossWeight, id_of};
 use crate::data::number_words;
 use crate::data::tokenizer::{LocalTokenizer, Token, floor_boundary};
@@ -21,8 +22,14 @@ use crate::error::Result;
 pub(in crate::data) fn trained_samples(content: Content, tokenizer: &LocalTokenizer) -> Result<RecordSamples> {
     let is_trained = |sample: &Vec<u32>| sample.iter().skip(1).any(|token| LossWeight::of(*token).is_trained());
     let (is_pair, is_rollout) = (matches!(content, Content::Pair(_)), matches!(content, Content::Rollout(_)));
+    let is_taught = matches!(content, Content::Taught(_));
     let mut found = samples(content, tokenizer)?;
     if is_rollout {
+        return Ok(found);
+    }
+    if is_taught {
+        let keeps = found.samples.first().is_some_and(is_trained);
+        found.samples.truncate(if keeps { 2 } else { 0 });
         return Ok(found);
     }
     // A pair of which one answer is empty has nothing to compare.
@@ -60,6 +67,12 @@ fn rollout(Rollout { prompt, completion, numbers }: Rollout) -> RecordSamples {
     RecordSamples { samples: vec![tokens, numbers], ..RecordSamples::default() }
 }
 
+/// The tokens of a record, and behind them the teacher's tokens for each of them that is trained.
+fn taught(Taught { tokens, teacher }: Taught) -> RecordSamples {
+    let tokens = tokens.into_iter().map(|(id, weight)| weight.word(id)).collect();
+    RecordSamples { samples: vec![tokens, teacher], ..RecordSamples::default() }
+}
+
 /// The tokens of a record's samples. The first token of a sample is nobody's target, whether it is trained or not.
 fn samples(content: Content, tokenizer: &LocalTokenizer) -> Result<RecordSamples> {
     let document = |sample: Vec<u32>| RecordSamples { samples: vec![sample], ..RecordSamples::default() };
@@ -74,6 +87,7 @@ fn samples(content: Content, tokenizer: &LocalTokenizer) -> Result<RecordSamples
         Content::Ids(ids) => Ok(document(ids.into_iter().map(|(id, weight)| weight.word(id)).collect())),
         Content::Pair(texts) => pair(&texts, tokenizer),
         Content::Rollout(found) => Ok(rollout(found)),
+        Content::Taught(found) => Ok(taught(found)),
     }
 }
 
@@ -128,7 +142,9 @@ pub(in crate::data) fn shown(content: Content, tokenizer: &LocalTokenizer) -> Re
             let tokens = prompt.len() + completion.len();
             Ok(vec![(tokens, of(prompt, LossWeight::NONE).chain(of(completion, LossWeight::WHOLE)).collect())])
         }
-        Content::Ids(ids) => Ok(vec![(ids.len(), ids.into_iter().map(|(id, weight)| named(id, weight)).collect())]),
+        Content::Taught(Taught { tokens: ids, .. }) | Content::Ids(ids) => {
+            Ok(vec![(ids.len(), ids.into_iter().map(|(id, weight)| named(id, weight)).collect())])
+        }
     }
 }
 

@@ -4,6 +4,7 @@ use crate::data::loss_weight::{LossWeight, id_of, sum_of_units};
 use crate::error::Result;
 use crate::objective::Objective;
 use crate::pair_loss::{PAIR_WORDS, words_of};
+use crate::teacher_loss::ENTRY_WORDS;
 use std::iter::Sum;
 use std::ops::{Add, Range};
 
@@ -41,6 +42,8 @@ enum ListKind {
     Tokens,
     /// The numbers of [`ListKind::Tokens`]. Each completion counts 1.
     Completions,
+    /// Tokens of a teacher for each token, int32 `[T, top_k, 2]`: see [`ENTRY_WORDS`]. Each target counts by its weight.
+    Teacher { top_k: usize },
 }
 
 /// A row's part of the list of the loss.
@@ -48,6 +51,11 @@ pub(crate) enum RowList<'a> {
     Pairs(RowPairs<'a>),
     /// int32 `[seq_length, 4]`
     Rollouts(&'a mut [i32]),
+    Teacher {
+        /// int32 `[seq_length, top_k, 2]`
+        words: &'a mut [i32],
+        top_k: usize,
+    },
 }
 
 /// The places of pairs of a row.
@@ -104,6 +112,7 @@ impl BatchList<'_> {
         words.enumerate().map(move |(row, words)| match kind {
             ListKind::Pairs => RowList::Pairs(RowPairs { first: row * length, free: words }),
             ListKind::Tokens | ListKind::Completions => RowList::Rollouts(words),
+            ListKind::Teacher { top_k } => RowList::Teacher { words, top_k },
         })
     }
 }
@@ -190,6 +199,7 @@ impl<'a> Batch<'a> {
             Objective::Pairs(_) => ListKind::Pairs,
             Objective::Policy(loss) if loss.kind.counts_completions() => ListKind::Completions,
             Objective::Policy(_) => ListKind::Tokens,
+            Objective::Teacher(loss) => ListKind::Teacher { top_k: loss.top_k },
         };
         Self { list: Some(BatchList { words, kind }), ..Self::new(arrays_of_rows, seq_length, true) }
     }
@@ -226,6 +236,7 @@ impl<'a> Batch<'a> {
         match &self.list {
             Some(BatchList { kind: ListKind::Pairs, words }) => self.count_pairs(words).map(whole),
             Some(BatchList { kind: ListKind::Completions, .. }) => Ok(whole(self.count_completions())),
+            Some(BatchList { kind: ListKind::Teacher { .. }, words }) => check_teacher(words, ids).map(|()| counted),
             Some(BatchList { kind: ListKind::Tokens, .. }) | None => Ok(counted),
         }
     }
@@ -287,6 +298,15 @@ impl<'a> Batch<'a> {
 
     fn place(&self, at: usize) -> String {
         format!("row {}, column {}", at / self.seq_length, at % self.seq_length)
+    }
+}
+
+/// The ids of a teacher's tokens are below `ids`.
+fn check_teacher(words: &[i32], ids: i32) -> std::result::Result<(), String> {
+    let is_outside = |[id, _]: &[i32; ENTRY_WORDS]| !(0..=ids).contains(id);
+    match words.as_chunks::<ENTRY_WORDS>().0.iter().find(|words| is_outside(words)) {
+        Some([id, _]) => Err(format!("the teacher's token {} must be below {ids}", i64::from(*id) - 1)),
+        None => Ok(()),
     }
 }
 

@@ -11,4 +11,5 @@ mod packer;
 pub(super) mod rollout_numbers;
 pub(crate) mod row_rules;
 pub(super) mod row_table;
+mod teacher_numbers;
 pub(crate) mod token_stream;

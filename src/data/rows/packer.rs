@@ -3,7 +3,8 @@
 use super::bounds::DocumentBounds;
 use super::document_part::{DocumentPart, NO_TARGET, PARTS_MAX};
 use super::rollout_numbers;
-use super::row_rules::{Overlong, Packing, RolloutRules, RowRules};
+use super::row_rules::{NumberRules, Overlong, Packing, RowRules};
+use super::teacher_numbers;
 use super::token_stream::TokenStream;
 use crate::error::{Error, Result};
 use std::ops::Range;
@@ -45,7 +46,7 @@ pub(super) struct Packer<'a> {
     pub(super) tokens: Vec<i32>,
     pub(super) parts: Vec<DocumentPart>,
     pub(super) counts: PackingCounts,
-    /// The chosen answer of a pair whose rejected answer comes next, or the tokens of a completion whose numbers come next.
+    /// The chosen answer of a pair whose rejected answer comes next, or the tokens of a record whose numbers come next.
     pub(super) first: Option<Range<u64>>,
     pub(super) beside: NumbersBeside,
 }
@@ -68,9 +69,9 @@ impl Packer<'_> {
         if self.parts.len() as u64 <= PARTS_MAX { Ok(()) } else { Err(too_many(self.rules.packing)) }
     }
 
-    /// A prompt with its completion, or the numbers of the completion. A completion that is longer than a row is left out.
-    pub(super) fn add_rollout(&mut self, document: DocumentBounds, rules: RolloutRules) -> Result<()> {
-        let wrong = "a record does not have a completion with its numbers";
+    /// The tokens of a record, or the numbers of its trained tokens. A record that is longer than a row is left out.
+    pub(super) fn add_with_numbers(&mut self, document: DocumentBounds, rules: NumberRules) -> Result<()> {
+        let wrong = "a record does not have tokens with their numbers";
         let Some([tokens, numbers]) = self.both(document, wrong)? else { return Ok(()) };
         let length = tokens.end - tokens.start;
         self.beside.documents += 1;
@@ -87,14 +88,34 @@ impl Packer<'_> {
         let targets = &mut self.tokens[1..length as usize];
         self.stream.read(tokens.start as usize + 1, targets)?;
         let trained = targets.iter().filter(|target| **target >= 0).count() as u64;
-        if tokens.end != numbers.start || trained == 0 || rollout_numbers::words(trained) != numbers.end - numbers.start {
+        if tokens.end != numbers.start || trained == 0 {
             return Err(Error::format("the data", wrong));
         }
-        if rules.needs_reference && !rollout_numbers::have_reference(self.stream, numbers)? {
-            let number = self.beside.documents;
-            return Err(Error::format("the data", format_args!("completion {number} has no `ref_logps`; add them, or leave out --beta")));
+        self.check_numbers(numbers, trained, rules)
+    }
+
+    /// Checks that `words` are the numbers of so many trained tokens.
+    fn check_numbers(&self, words: Range<u64>, trained: u64, rules: NumberRules) -> Result<()> {
+        let number = self.beside.documents;
+        match rules {
+            NumberRules::Rollouts { needs_reference } => {
+                if rollout_numbers::words(trained) != words.end - words.start {
+                    return Err(Error::format("the data", "a record does not have a completion with its numbers"));
+                }
+                if needs_reference && !rollout_numbers::have_reference(self.stream, words)? {
+                    let remedy = format_args!("completion {number} has no `ref_logps`; add them, or leave out --beta");
+                    return Err(Error::format("the data", remedy));
+                }
+                Ok(())
+            }
+            NumberRules::Teacher { top_k } => match teacher_numbers::widest(self.stream, words, trained as usize)? {
+                widest if widest <= top_k => Ok(()),
+                widest => {
+                    let remedy = format_args!("record {number} has {widest} teacher ids for a token; use --loss-top-k {widest}");
+                    Err(Error::format("the data", remedy))
+                }
+            },
         }
-        Ok(())
     }
 
     /// Both documents of a record, once the second one is known.

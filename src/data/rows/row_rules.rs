@@ -47,15 +47,33 @@ pub struct RowRules {
     pub pair_length: Option<usize>,
     /// Whether the tokens of a chosen answer's prompt are targets, with the least weight.
     pub trains_prompts: bool,
-    /// Rules of sampled completions; `None` if the data has none.
-    pub rollouts: Option<RolloutRules>,
+    /// Numbers behind each record; `None` if the data has none.
+    pub numbers: Option<NumberRules>,
 }
 
-/// Rules of sampled completions.
+/// Numbers beside the trained tokens of records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RolloutRules {
-    /// Whether each token needs a log-probability of the reference.
-    pub needs_reference: bool,
+pub enum NumberRules {
+    /// Advantages and log-probabilities of sampled completions.
+    Rollouts {
+        /// Whether each token needs a log-probability of the reference.
+        needs_reference: bool,
+    },
+    /// Tokens of a teacher with their probabilities.
+    Teacher {
+        /// Most tokens of the teacher for each token.
+        top_k: usize,
+    },
+}
+
+impl NumberRules {
+    /// Noun for a record.
+    pub(super) fn noun(self) -> &'static str {
+        match self {
+            Self::Rollouts { .. } => "completion",
+            Self::Teacher { .. } => "document",
+        }
+    }
 }
 
 impl fmt::Display for Packing {
@@ -79,7 +97,7 @@ impl Packing {
 impl RowRules {
     /// One stream, cut into rows of `seq_length` tokens.
     pub fn wrapped(seq_length: usize) -> Self {
-        Self { seq_length, packing: Packing::Wrapped, overlong: Overlong::Auto, pair_length: None, trains_prompts: false, rollouts: None }
+        Self { seq_length, packing: Packing::Wrapped, overlong: Overlong::Auto, pair_length: None, trains_prompts: false, numbers: None }
     }
 
     /// The flag that limits the length of documents.

@@ -10,13 +10,15 @@ use super::document_part::{DocumentPart, NO_TARGET};
 use super::hold_out::Side;
 use super::packer::{NumbersBeside, Packer, PackingCounts};
 use super::rollout_numbers;
-use super::row_rules::{Overlong, Packing, RowRules};
+use super::row_rules::{NumberRules, Overlong, Packing, RowRules};
+use super::teacher_numbers;
 use super::token_stream::TokenStream;
 use crate::data::checksum::hex;
 use crate::data::context::Preparation;
 use crate::data::loss_weight::{LossWeight, id_of};
 use crate::error::Result;
 use crate::policy_loss::TOKEN_WORDS;
+use crate::teacher_loss::ENTRY_WORDS;
 use crate::units::counted;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -38,8 +40,8 @@ pub(in crate::data) struct RowTable {
     references: Vec<[f64; 2]>,
     /// Numbers beside the tokens of all documents, also of those that are left out.
     beside: NumbersBeside,
-    /// Whether numbers stand behind each document.
-    has_numbers: bool,
+    /// Numbers behind each document.
+    numbers: Option<NumberRules>,
     /// Whether the tokens of a chosen answer's prompt are targets, with the least weight.
     trains_prompts: bool,
 }
@@ -81,10 +83,10 @@ impl RowTable {
         bounds.for_each(preparation, |document| {
             let is_in = side.has(number);
             number += 1;
-            match (rules.pair_length, rules.rollouts) {
+            match (rules.pair_length, rules.numbers) {
                 _ if !is_in => Ok(()),
                 (Some(limit), _) => packer.add_answer(document, limit as u64),
-                (None, Some(rules)) => packer.add_rollout(document, rules),
+                (None, Some(rules)) => packer.add_with_numbers(document, rules),
                 (None, None) => packer.add(document),
             }
         })?;
@@ -94,7 +96,7 @@ impl RowTable {
         if table.ends.is_empty() {
             return Ok(None);
         }
-        (table.beside, table.has_numbers, table.trains_prompts) = (beside, rules.rollouts.is_some(), rules.trains_prompts);
+        (table.beside, table.numbers, table.trains_prompts) = (beside, rules.numbers, rules.trains_prompts);
         table.became = table.describe(rules, counts);
         match rules.overlong == Overlong::Auto && counts.loses_much() {
             true => preparation.warn(format!("{}; a larger {} keeps more of them", table.became, rules.length_flag())),
@@ -106,7 +108,7 @@ impl RowTable {
     /// The table of `parts`, of which `unit` consecutive ones share a row.
     fn of((parts, unit): (Vec<DocumentPart>, usize), packing: Packing, seq_length: u32, padding: i32) -> Self {
         let (became, references, beside) = (String::new(), Vec::new(), NumbersBeside::default());
-        let (has_numbers, trains_prompts) = (false, false);
+        let (numbers, trains_prompts) = (None, false);
         if packing != Packing::Bfd {
             return Self {
                 ends: (1..=parts.len() as u32).collect(),
@@ -116,7 +118,7 @@ impl RowTable {
                 unit,
                 references,
                 beside,
-                has_numbers,
+                numbers,
                 trains_prompts,
             };
         }
@@ -130,7 +132,7 @@ impl RowTable {
             ends[rows[*idx as usize] as usize] = end * unit as u32;
         }
         let parts = order.into_iter().flat_map(|idx| &parts[idx as usize * unit..][..unit]).copied().collect();
-        Self { parts, ends, padding, became, unit, references, beside, has_numbers, trains_prompts }
+        Self { parts, ends, padding, became, unit, references, beside, numbers, trains_prompts }
     }
 
     /// Indices of the pairs in row `row`; none if the data has no pairs.
@@ -208,9 +210,17 @@ impl RowTable {
             if self.trains_prompts && number % 2 == 0 {
                 train_prompt(&mut targets[column..end - 1]);
             }
-            if let Some(RowList::Rollouts(words)) = &mut list {
-                let words = &mut words[TOKEN_WORDS * column..TOKEN_WORDS * end];
-                rollout_numbers::read(stream, part.start as usize + part.tokens as usize, &targets[column..end], words)?;
+            let numbers = part.start as usize + part.tokens as usize;
+            match &mut list {
+                Some(RowList::Rollouts(words)) => {
+                    let words = &mut words[TOKEN_WORDS * column..TOKEN_WORDS * end];
+                    rollout_numbers::read(stream, numbers, &targets[column..end], words)?;
+                }
+                Some(RowList::Teacher { words, top_k }) => {
+                    let words = &mut words[*top_k * ENTRY_WORDS * column..*top_k * ENTRY_WORDS * end];
+                    teacher_numbers::read(stream, numbers, &targets[column..end], (*top_k, words))?;
+                }
+                Some(RowList::Pairs(_)) | None => {}
             }
             begin(column, end);
             column = end;
@@ -247,10 +257,9 @@ impl RowTable {
         let tokens: u64 = self.parts.iter().map(|part| u64::from(part.tokens)).sum();
         let (rows, all) = (self.rows(), (self.rows() * seq_length) as f64);
         let padding = 100.0 * (1.0 - tokens as f64 / all);
-        let (whole, noun) = match (pair_length, self.has_numbers) {
+        let (whole, noun) = match (pair_length, self.numbers) {
             (Some(_), _) => ("--pair-length", "pair"),
-            (None, true) => ("a row", "completion"),
-            (None, false) => ("a row", "document"),
+            (None, numbers) => ("a row", numbers.map_or("document", NumberRules::noun)),
         };
         let untrained_noun = match pair_length {
             Some(_) => "whose prompt fills --pair-length and left out",
@@ -269,7 +278,6 @@ impl RowTable {
 
 #[cfg(test)]
 mod tests {
-    use super::super::row_rules::RolloutRules;
     use super::*;
     use crate::data::chat::record::{DataFormat, RecordRules};
     use crate::data::dataset::Dataset;
@@ -277,7 +285,7 @@ mod tests {
     use crate::data::loader::{DataPosition, Loader};
     use crate::data::rows::batch::{Batch, Batches, arrays};
     use crate::data::tokenizer::AddBos;
-    use crate::objective::tests::{DPO, policy};
+    use crate::objective::tests::{DISTILL, DPO, policy};
     use crate::policy_loss::{PolicyLossKind, PolicyToken};
     use crate::progress_event::ProgressEvent;
     use crate::signals::StopFlag;
@@ -396,17 +404,18 @@ mod tests {
     }
 
     /// A completion of three tokens, one of a token, and one that is longer than a row.
-    fn rows_of_completions(rollouts: RolloutRules) -> (Result<Dataset>, Vec<String>) {
+    fn rows_of_completions(needs_reference: bool) -> (Result<Dataset>, Vec<String>) {
         let ids = |count: usize| (1..=count).collect::<Vec<_>>();
         let row =
             |prompt, completion, advantage| json!({"prompt_ids": ids(prompt), "completion_ids": ids(completion), "advantage": advantage});
-        let rules = RowRules { packing: Packing::Bfd, rollouts: Some(rollouts), ..RowRules::wrapped(8) };
+        let numbers = Some(NumberRules::Rollouts { needs_reference });
+        let rules = RowRules { packing: Packing::Bfd, numbers, ..RowRules::wrapped(8) };
         rows_of_objective(DataFormat::Rollouts, &[row(2, 3, 0.5), row(7, 2, 1.0), row(1, 1, -2.0)], rules)
     }
 
     #[test]
     fn completions_share_a_row_with_their_numbers_and_long_ones_are_left_out() {
-        let (dataset, messages) = rows_of_completions(RolloutRules { needs_reference: false });
+        let (dataset, messages) = rows_of_completions(false);
         let dataset = dataset.unwrap();
         let line = "packing bfd: 2 completions in 1 row, 12.5 % padding; 1 longer than a row and left out; a larger --seq-length keeps more of them";
         assert_eq!((&messages[..], dataset.tokens(), dataset.untrained(), dataset.documents()), (&[line.to_string()][..], 16, 10, 3));
@@ -423,8 +432,36 @@ mod tests {
 
     #[test]
     fn completions_without_a_reference_are_refused_where_the_loss_needs_one() {
-        let refused = rows_of_completions(RolloutRules { needs_reference: true }).0.err().unwrap().to_string();
+        let refused = rows_of_completions(true).0.err().unwrap().to_string();
         assert!(refused.contains("completion 1 has no `ref_logps`"), "{refused}");
+    }
+
+    #[test]
+    fn documents_share_a_row_with_the_teachers_tokens_of_their_targets() {
+        let row = |ids: &[u32], labels: &[i32], teacher, probs| json!({"input_ids": ids, "labels": labels, "teacher_ids": teacher, "teacher_probs": probs});
+        let all = [
+            row(&[1, 2, 3], &[-100, -100, 3], json!([[], [], [3, 9]]), json!([[], [], [0.5, 0.25]])),
+            row(&[1; 9], &[1; 9], json!(vec![[2]; 9]), json!(vec![[1.0]; 9])),
+            row(&[6, 7, 8], &[6, 7, 8], json!([[1], [7], [8]]), json!([[1.0], [0.75], [1.0]])),
+        ];
+        let rules = |top_k| RowRules { packing: Packing::Bfd, numbers: Some(NumberRules::Teacher { top_k }), ..RowRules::wrapped(8) };
+        let (dataset, messages) = rows_of_objective(DataFormat::Teacher, &all, rules(2));
+        let mut memory = vec![7; 4 * 8 + DISTILL.list_words((1, 8))];
+        let mut batch = Batch::of_objective(&mut memory, 8, &DISTILL);
+        Loader::new(dataset.unwrap(), 1, 0, false, DataPosition::default()).unwrap().fill(&mut batch).unwrap();
+        assert!(
+            messages.iter().any(|line| line.starts_with("packing bfd: 2 documents in 1 row, 25.0 % padding; 1 longer than a row and left"))
+        );
+        assert_eq!((&batch.tokens[..6], &batch.targets[..6]), (&[1, 2, 3, 6, 7, 8][..], &[-1, 3, -1, 7, 8, -1][..]));
+        let words = batch.list.as_ref().unwrap().words.chunks(4).map(|words| crate::teacher_loss::entries(words).collect::<Vec<_>>());
+        let none = || vec![];
+        let want = [none(), vec![(3, 0.5), (9, 0.25)], none(), vec![(7, 0.75)], vec![(8, 1.0)], none(), none(), none()];
+        assert_eq!(words.collect::<Vec<_>>(), want);
+        assert_eq!(batch.count_targets(VOCAB).unwrap().units, 3 * 4096);
+        batch.tokens.fill(1);
+        assert!(batch.count_targets(9).unwrap_err().contains("teacher's token 9"));
+        let refused = rows_of_objective(DataFormat::Teacher, &all, rules(1)).0.err().unwrap().to_string();
+        assert!(refused.contains("record 1 has 2 teacher ids for a token; use --loss-top-k 2"), "{refused}");
     }
 
     #[test]

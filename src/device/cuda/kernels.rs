@@ -24,6 +24,7 @@ mod rope;
 mod route;
 mod short_conv;
 mod sinks;
+mod teacher;
 pub(super) mod transfer;
 
 use super::modules::PtxSource;
@@ -36,9 +37,9 @@ pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
     transfer::SOURCES.iter().chain(transformer)
 }
 
-/// PTX files for documents, mixtures of experts, delta rules, blocks of queries, products in parts, FP8 and sinks. They take megabytes and are
+/// PTX files for documents, mixtures of experts, delta rules, blocks of queries, products in parts, FP8, sinks and teachers. They take megabytes and are
 /// loaded on first use.
-pub(super) static LATER: [&PtxSource; 13] = [
+pub(super) static LATER: [&PtxSource; 14] = [
     &delta::SOURCE,
     &documents::SOURCE,
     &experts::SOURCE,
@@ -52,6 +53,7 @@ pub(super) static LATER: [&PtxSource; 13] = [
     &route::SOURCE,
     &short_conv::SOURCE,
     &sinks::SOURCE,
+    &teacher::SOURCE,
 ];
 
 #[cfg(test)]

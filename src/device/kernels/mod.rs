@@ -16,11 +16,12 @@ pub(super) mod rope;
 pub(super) mod route;
 pub(super) mod short_conv;
 pub(super) mod sinks;
+pub(super) mod teacher;
 pub(super) mod transfer;
 
 pub use self::{
     attention::*, cross_entropy::*, delta::*, embed::*, experts::*, gated_norm::*, grouped::*, key_gradients::*, norm::*, pointwise::*,
-    product::*, quantize::*, rope::*, route::*, short_conv::*, sinks::*, transfer::*,
+    product::*, quantize::*, rope::*, route::*, short_conv::*, sinks::*, teacher::*, transfer::*,
 };
 use super::Device;
 use super::kernel::{Checked, Kernel};
@@ -69,6 +70,7 @@ macro_rules! launches {
                 RouterLogits, Route, Segments, Dispatch, Combine, RouterBackward, RouterBalance,
                 ShortConv, ShortConvBackward,
                 Sinks, SinksBackward,
+                TeacherStats, TeacherLosses, TeacherGrad,
                 Poke,
                 WithScale<RmsNorm>, WithScale<RmsNormBackward>, WithScale<LayerNorm>, WithScale<LayerNormBackward>,
                 WithScale<Swiglu>, WithScale<SwigluBackward>, WithScale<Geglu>, WithScale<GegluBackward>,
@@ -123,6 +125,7 @@ sum! {
         route::{RouterLogits, Route, Segments, Dispatch, Combine, RouterBackward, RouterBalance},
         short_conv::{ShortConv, ShortConvBackward},
         sinks::{Sinks, SinksBackward},
+        teacher::{TeacherStats, TeacherLosses, TeacherGrad},
         transfer::{Zero, Cast, SumSlices, GradNormPartials, Adam, SplitAdam, Poke};
         norm::{RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward},
         pointwise::{Swiglu, SwigluBackward, Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd},

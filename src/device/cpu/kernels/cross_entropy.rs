@@ -12,7 +12,7 @@ use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, Cro
 use crate::dtype::Element;
 
 /// Rows of one block, few because a row of logits is long.
-const BLOCK: usize = 16;
+pub(super) const BLOCK: usize = 16;
 
 /// One tile `[rows, cols]` of the logits and its position in the vocabulary.
 #[derive(Clone, Copy)]
@@ -28,16 +28,16 @@ pub(crate) struct Tile<'a> {
 }
 
 /// Statistics of a row without a loss: `0 + ln 1 - 0`.
-const NO_LOSS: [f32; 3] = [0.0, 1.0, 0.0];
+pub(super) const NO_LOSS: [f32; 3] = [0.0, 1.0, 0.0];
 
 /// The capped logit and the slope of the cap.
 #[inline(always)]
-fn capped(x: f32, softcap: Option<f32>) -> (f32, f32) {
+pub(super) fn capped(x: f32, softcap: Option<f32>) -> (f32, f32) {
     softcap.map_or((x, 1.0), |cap| soft_capped(x, cap))
 }
 
 impl Tile<'_> {
-    fn has_loss(&self, row: usize) -> bool {
+    pub(super) fn has_loss(&self, row: usize) -> bool {
         self.targets[row] >= 0
     }
 
@@ -46,9 +46,13 @@ impl Tile<'_> {
     }
 
     /// Column of the target of `row`, if the target lies in this tile.
-    fn target(&self, row: usize) -> Option<usize> {
-        let word = u32::try_from(self.targets[row]).ok()?;
-        (id_of(word) as usize).checked_sub(self.vocab_start).filter(|&col| col < self.cols)
+    pub(super) fn target(&self, row: usize) -> Option<usize> {
+        self.column(id_of(u32::try_from(self.targets[row]).ok()?))
+    }
+
+    /// Column of the token `id`, if it lies in this tile.
+    pub(super) fn column(&self, id: u32) -> Option<usize> {
+        (id as usize).checked_sub(self.vocab_start).filter(|&col| col < self.cols)
     }
 }
 

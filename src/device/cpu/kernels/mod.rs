@@ -36,6 +36,7 @@ pub(crate) mod short_conv;
 pub(crate) mod sinks;
 pub(crate) mod split;
 mod sum;
+mod teacher;
 mod transfer;
 
 use super::team::Team;

@@ -15,6 +15,7 @@ use crate::optim::int8::{GROUP, MomentGroup};
 use crate::optim::norm::BLOCK;
 use crate::pair_loss::{PairLoss, PairLossKind};
 use crate::policy_loss::{PolicyLoss, PolicyLossKind};
+use crate::teacher_loss::TeacherLoss;
 
 const LISTED: &str = include_str!("launches.txt");
 
@@ -162,6 +163,23 @@ fn completions(list: &mut List, r: &mut TestMemory, rows: usize) -> Result<()> {
     let loss = PolicyLoss { kind: PolicyLossKind::Grpo, epsilon: 0.25, epsilon_high: 0.5, beta: 0.125, max_completion_length: 512 };
     let (tokens, targets, stats, scales, totals, report) = (r.i(4 * rows), r.i(rows), r.f(3 * rows), r.f(rows), r.i(12), r.f(6));
     PolicyLosses { tokens, targets, stats, scales, totals, report, loss, count: 4.0, scale: 0.5, accumulate: true }.enqueue(list)
+}
+
+/// A loss of distillation.
+fn teachers(list: &mut List, r: &mut TestMemory, rows: usize, cols: usize) -> Result<()> {
+    let top_k = 7;
+    let (targets, teacher, stats, entries) = (r.i(rows), r.i(2 * top_k * rows), r.f(3 * rows), r.f((top_k + 1) * rows));
+    let (vocab_start, logits) = (18, r.x(rows * cols));
+    for softcap in [None, Some(30.0)] {
+        TeacherStats { logits, targets, teacher, stats, entries, top_k, vocab_start, cols, softcap, first: true }.enqueue(list)?;
+    }
+    let (scales, totals, report, loss) = (r.f(rows), r.i(12), r.f(6), TeacherLoss { kd_ratio: 0.75, top_k });
+    for softcap in [None, Some(30.0)] {
+        let (weight, scale, accumulate) = (4.0, 0.5, true);
+        TeacherLosses { teacher, targets, stats, entries, scales, totals, report, loss, softcap, weight, scale, accumulate }
+            .enqueue(list)?;
+    }
+    TeacherGrad { logits, targets, teacher, entries, top_k, vocab_start, cols }.enqueue(list)
 }
 
 fn scatter(list: &mut List, r: &mut TestMemory, rows: usize, channels: usize) -> Result<()> {
@@ -431,6 +449,7 @@ fn listing() -> Result<String> {
         pairs(&mut list, &mut TestMemory { dtype, skew, given: 0 }, 600, 2560)?;
         let mut memory = TestMemory { dtype, skew, given: 0 };
         completions(&mut list, &mut TestMemory { dtype, skew, given: 0 }, 600)?;
+        teachers(&mut list, &mut TestMemory { dtype, skew, given: 0 }, 600, 2560)?;
         [600 * 4096, 67 * 515, 1].into_iter().try_for_each(|elems| gates(&mut list, &mut memory, elems))?;
     }
     list.by_cublaslt = true;
