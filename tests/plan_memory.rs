@@ -232,3 +232,23 @@ fn every_memory_class_of_a_plan_for_several_gpus_matches_allocations() {
         on_cpus(&plan, &shape, &Topology::this_machine(), Compared(&toml)).unwrap();
     }
 }
+
+#[test]
+fn every_memory_class_of_segments_on_several_gpus_matches_allocations() {
+    let (shape, common) =
+        (tiny_llama(12, 1024, 276, true), "max-steps = 1\nthreads = 4\nseq-length = 64\nper-device-train-batch-size = 1\nbucket-mib = 4\n");
+    let (mut sums, mut grads, mut weights) = (0, 0, 0);
+    for mib in (900..2600).step_by(100) {
+        let device = DeviceMemory::Own { bytes: mib << 20, addressing: Addressing::Managed };
+        let machine = Machine { kind: DeviceKind::Gpu, device, ..Machine::cpu(8) };
+        for (gpus, more) in [(2, "gradient-shares = 4\n"), (2, "gradient-shares = 8\ngradient-group = 4\n"), (4, "gradient-shares = 8\n")] {
+            let toml = format!("{common}gpus = {gpus}\n{more}layer-order = \"segments:2,{}\"\n", mib / 100 % 3);
+            let rings = planned_as_taken(&toml, &shape, &machine).placement.rings;
+            sums += usize::from(rings.sums.is_some());
+            grads += usize::from(rings.grads.is_some());
+            weights += usize::from(rings.weights.is_some());
+        }
+    }
+    assert!(sums > 0 && grads > 0, "{sums} {grads}");
+    assert_eq!(weights > 0, cfg!(feature = "weight-flow"));
+}

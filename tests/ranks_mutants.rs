@@ -25,7 +25,7 @@ struct Mutant {
 }
 
 const MUTANTS: [Mutant; 16] = [
-    Mutant { name: "no wait before a pull", changes: &[("        dev.wait_for(Stream::Reduce, mate, peer.written[bucket])?;\n", "")] },
+    Mutant { name: "no wait before a pull", changes: &[("        dev.wait_for(Stream::Reduce, mate, peer.written[piece])?;\n", "")] },
     Mutant {
         name: "publish before record",
         changes: &[
@@ -33,20 +33,17 @@ const MUTANTS: [Mutant; 16] = [
                 "        dev.record(written, Stream::Compute)?;\n",
                 "        self.context.progress.publish_written(self.context.rank);\n        self.context.pass()?;\n        dev.record(written, Stream::Compute)?;\n",
             ),
-            (
-                "        self.gradients.buckets_written += 1;\n        self.context.progress.publish_written(self.context.rank);\n        self.context.pass()?;\n",
-                "        self.gradients.buckets_written += 1;\n",
-            ),
+            ("        self.context.progress.publish_written(self.context.rank);\n        self.context.pass()\n", "        Ok(())\n"),
         ],
     },
     Mutant {
         name: "staging is overwritten before its sum",
         changes: &[
-            ("dev.wait_for(Stream::Reduce, mate, peer.written[bucket])?", "dev.wait_for(Stream::Gather, mate, peer.written[bucket])?"),
+            ("dev.wait_for(Stream::Reduce, mate, peer.written[piece])?", "dev.wait_for(Stream::Gather, mate, peer.written[piece])?"),
             ("dev.pull(Stream::Reduce, mate, peer.memory.grads", "dev.pull(Stream::Gather, mate, peer.memory.grads"),
             (
-                "        dev.record(self.gradients.pulled[bucket], Stream::Reduce)?;\n",
-                "        dev.record(self.gradients.pulled[bucket], Stream::Gather)?;\n        dev.wait(Stream::Reduce, self.gradients.pulled[bucket])?;\n",
+                "        dev.record(self.gradients.pulled[piece], Stream::Reduce)?;\n",
+                "        dev.record(self.gradients.pulled[piece], Stream::Gather)?;\n        dev.wait(Stream::Reduce, self.gradients.pulled[piece])?;\n",
             ),
         ],
     },
@@ -74,11 +71,11 @@ const MUTANTS: [Mutant; 16] = [
         name: "no wait before gradients are overwritten",
         changes: &[
             (
-                "self.gradients.buckets_summed < needed || !self.context.progress.all_pulled(needed) {\n",
-                "self.gradients.buckets_summed < needed {\n",
+                "self.gradients.pieces_summed < needed || !self.context.progress.all_pulled(needed) {\n",
+                "self.gradients.pieces_summed < needed {\n",
             ),
             (
-                "        local_ranks.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled[bucket]))?;\n",
+                "        local_ranks.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled[piece]))?;\n",
                 "        local_ranks.next();\n",
             ),
         ],
@@ -86,15 +83,15 @@ const MUTANTS: [Mutant; 16] = [
     Mutant {
         name: "gradients are overwritten when the bucket before is summed",
         changes: &[(
-            "dev.wait(Stream::Compute, self.gradients.summed[bucket])?",
-            "dev.wait(Stream::Compute, self.gradients.summed[bucket.saturating_sub(1)])?",
+            "dev.wait(Stream::Compute, self.gradients.summed[piece])?",
+            "dev.wait(Stream::Compute, self.gradients.summed[piece.saturating_sub(1)])?",
         )],
     },
     Mutant {
         name: "sums begin with the own part",
         changes: &[(
-            "        addition.add(dev, Stream::Reduce, (round as usize * count",
-            "        parts[..count].rotate_left(own % count);\n        addition.add(dev, Stream::Reduce, (round as usize * count",
+            "        addition.add(dev, Stream::Reduce, (round * count",
+            "        parts[..count].rotate_left(own % count);\n        addition.add(dev, Stream::Reduce, (round * count",
         )],
     },
     Mutant {
@@ -132,8 +129,8 @@ const MUTANTS: [Mutant; 16] = [
         changes: &[
             ("            self.group_written(dev, grads, next + 1)?;\n", ""),
             (
-                "        self.group_written(dev, grads, self.gradients.buckets_written)?;\n",
-                "        self.group_written(dev, grads, self.gradients.buckets_swapped)?;\n",
+                "        self.group_written(dev, grads, self.gradients.pieces_written)?;\n",
+                "        self.group_written(dev, grads, self.gradients.pieces_swapped)?;\n",
             ),
         ],
     },

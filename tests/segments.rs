@@ -3,10 +3,13 @@
 
 use crate::exactness::{Kind, seeds};
 use crate::program::{CONFIG, Workspace, program, run as run_program};
-use crate::support::{Noise, digest, random_params, settings, start, tiny_llama};
+use crate::support::{Noise, digest, load, random_params, settings, tiny_llama};
 use superoffload::internals::data::{Batch, Batches};
-use superoffload::internals::engine::Counts;
+use superoffload::internals::device::Kernels;
+use superoffload::internals::engine::{Counts, Engine};
+use superoffload::internals::hardware::Topology;
 use superoffload::internals::host::RING_GRAIN_BYTES;
+use superoffload::internals::launch::{UseEngine, on_cpus};
 use superoffload::internals::memory::RingShape;
 use superoffload::internals::model::{ModelShape, TensorTable};
 use superoffload::internals::planner::Machine;
@@ -41,7 +44,7 @@ impl Batches for Text {
     }
 }
 
-/// Digest, losses, evaluated loss and logits.
+/// Digest, losses, evaluated loss and logits. Ranks that share sequences compute no logits.
 type Bits = (String, Vec<u32>, u32, Vec<u32>);
 
 struct Ran {
@@ -52,18 +55,30 @@ struct Ran {
 }
 
 /// Runs steps, then an evaluation, which takes one micro-batch after the other in every order.
-fn run(plan: &Plan, shape: &ModelShape) -> Ran {
-    let mut engine = start(plan, shape, random_params(5));
-    let (mut batches, mut counts, mut crossed, mut losses) = (Text(Noise::new(5, shape.vocab)), Counts::default(), [0; 2], Vec::new());
-    for _ in 0..STEPS {
-        let report = engine.step(1e-2, &mut batches).unwrap();
-        counts += report.counts;
-        crossed = [crossed[0] + report.counters.h2d_bytes, crossed[1] + report.counters.d2h_bytes];
-        losses.push(report.loss.to_bits());
+struct Steps;
+
+impl UseEngine for Steps {
+    type Output = Ran;
+
+    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<Ran> {
+        load(&mut engine, random_params(5));
+        let mut batches = Text(Noise::new(5, engine.shape().vocab));
+        let (mut counts, mut crossed, mut losses) = (Counts::default(), [0; 2], Vec::new());
+        for _ in 0..STEPS {
+            let report = engine.step(1e-2, &mut batches)?;
+            counts += report.counts;
+            crossed = [crossed[0] + report.counters.h2d_bytes, crossed[1] + report.counters.d2h_bytes];
+            losses.push(report.loss.to_bits());
+        }
+        let loss = engine.evaluate(&mut batches.clone())?.loss as f32;
+        let logits = if engine.plan().recipe.step.sequence_ranks == 1 { engine.logits(&mut batches)? } else { Vec::new() };
+        let logits = logits.into_iter().map(f32::to_bits).collect();
+        Ok(Ran { bits: (digest(&mut engine), losses, loss.to_bits(), logits), counts, crossed })
     }
-    let loss = engine.evaluate(&mut batches.clone()).unwrap().loss as f32;
-    let logits: Vec<u32> = engine.logits(&mut batches).unwrap().into_iter().map(f32::to_bits).collect();
-    Ran { bits: (digest(&mut engine), losses, loss.to_bits(), logits), counts, crossed }
+}
+
+fn run(plan: &Plan, shape: &ModelShape) -> Ran {
+    on_cpus(plan, shape, &Topology::this_machine(), Steps).unwrap()
 }
 
 fn plan(lines: &str, shape: &ModelShape) -> Plan {
@@ -76,7 +91,8 @@ fn segment_ring(plan: &Plan, shape: &ModelShape) -> Option<RingShape> {
     let grain = RING_GRAIN_BYTES / plan.recipe.numerics.dtype.bytes();
     let longest = (0..segments.count()).map(|segment| segments.flat_range(segment, &table).len()).max().unwrap();
     let period_elems = (longest + 2 * plan.placement.layout.bucket_elems()).next_multiple_of(grain);
-    let ringed_elems = plan.placement.layout.offloaded_elems() / grain * grain;
+    let layout = &plan.placement.layout;
+    let ringed_elems = if plan.site.ranks == 1 { layout.offloaded_elems() } else { layout.flat_elems() } / grain * grain;
     (ringed_elems > period_elems).then_some(RingShape { ringed_elems, period_elems })
 }
 
@@ -139,6 +155,87 @@ fn segments_of_layers_change_no_bit() {
     assert_eq!(halves > 0, cfg!(all(feature = "weight-flow", feature = "repartition")));
 }
 
+/// Settings of one case on several ranks, which decide the bits.
+struct RanksCase {
+    shape: ModelShape,
+    common: String,
+    ranks: usize,
+    /// Ranks that share each sequence.
+    sequence_ranks: usize,
+    /// Micro-batches of each rank.
+    each: usize,
+}
+
+impl RanksCase {
+    fn of(pick: &Pick) -> Self {
+        let (ranks, sequence_ranks) = pick.of(0, &[(2, 1), (3, 1), (4, 1), (2, 2), (4, 2)]);
+        let (rounds, each_share) = pick.of(1, &[(1, 2), (2, 1), (2, 2), (3, 1)]);
+        let (kind, tied) = (pick.of(2, &[Kind::Llama, Kind::Delta, Kind::Moe]), pick.of(3, &[false, true]));
+        let kind = if sequence_ranks > 1 { Kind::Llama } else { kind };
+        let fp8 = if kind == Kind::Delta { "dtype = \"bfloat16\"" } else { "matmul-dtype = \"fp8\"" };
+        let common = format!(
+            "{}\nmoments = \"{}\"\nmax-grad-norm = {}\ngradient-shares = {}\ngradient-group = {}\nsequence-ranks = {sequence_ranks}\ninject = [{}]\n\
+             {}\nhead-rows = \"{}\"\npacking = \"{}\"\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1",
+            pick.of(4, &["dtype = \"bfloat16\"", fp8, "dtype = \"float16\"", "dtype = \"float32\""]),
+            pick.of(5, &["float32", "bfloat16", "int8"]),
+            pick.of(6, &["0.0", "1e-3", "1.7", "1e9"]),
+            ranks * rounds,
+            if ranks == 4 { pick.of(7, &[1, 2, 4]) } else { pick.of(7, &[1, ranks]) },
+            pick.of(8, &["", "", "{step = 2, element = 5000, share = 1, value = \"nan\"}", "{step = 3, element = 9000, value = 1e3}"]),
+            if kind == Kind::Moe { "router-aux-loss-coef = 0.5" } else { "" },
+            if tied { "all" } else { pick.of(9, &["all", "trained"]) },
+            if sequence_ranks > 1 { "wrapped" } else { pick.of(10, &["wrapped", "bfd"]) },
+        );
+        Self { shape: kind.model()(9, 64, 64, tied), common, ranks, sequence_ranks, each: rounds * each_share }
+    }
+
+    /// The plan on `ranks` ranks for the same steps.
+    fn plan(&self, ranks: usize, way: &str) -> Result<Plan> {
+        let accumulated = self.each * self.ranks / ranks;
+        let lines = format!("{way}\n{}\ngpus = {ranks}\ngradient-accumulation-steps = {accumulated}", self.common);
+        let lines = format!("{lines}\nseed = 5\nseq-length = 8\nmax-steps = 99");
+        Plan::new(&settings(&lines).request(&self.shape), &Machine::cpu(2), false)
+    }
+}
+
+#[test]
+fn segments_of_layers_on_several_ranks_change_no_bit() {
+    let (mut speculated, mut skipped, mut clipped, mut kept, mut sharded, mut shared) = (0, 0, 0, 0, 0, 0);
+    let (mut ringed, mut summed, mut ran) = (0, 0, 0);
+    for seed in seeds(210) {
+        let pick = Pick(seed + 1004);
+        let case = RanksCase::of(&pick);
+        let Ok(reference) = case.plan(case.sequence_ranks, "strategy = \"no-offload\"\nthreads = 1\nbucket-mib = 0.0625") else { continue };
+        let (each, turn) = (pick.of(11, &[1, 2, 3, 4]), pick.of(12, &[0, 1, 2, 3, 4]));
+        let weights = if cfg!(feature = "weight-flow") { pick.of(13, &["replicated", "sharded", "fully-sharded"]) } else { "auto" };
+        let way = format!(
+            "strategy = \"{}\"\nlayer-order = \"segments:{each},{turn}\"\nweights = \"{weights}\"\nbucket-mib = {}\nslots = {}\nactivations = \"{}\"\n\
+             without = [{}]\ndevice = \"cpu\"\nadversary = {seed}",
+            pick.of(14, &["superoffload", "superoffload", "zero-offload", "no-offload"]),
+            pick.of(15, &[0.0157, 0.02, 0.03]) * case.ranks as f64,
+            pick.of(16, &[1, 2, 3]),
+            pick.of(17, &["auto", "keep", "recompute-cheap", "recompute-block"]),
+            pick.of(18, &["", "\"adaptive\""]),
+        );
+        let Ok(mut plan) = case.plan(case.ranks, &way) else { continue };
+        if pick.of(19, &[true, true, false]) {
+            plan.placement.rings.grads = segment_ring(&plan, &case.shape);
+        }
+        let (want, have) = (run(&reference, &case.shape), run(&plan, &case.shape));
+        assert!(have.bits == want.bits, "seed {seed}:\n{way}\n{}\ngpus = {}", case.common, case.ranks);
+        (ran, speculated, skipped) = (ran + 1, speculated + have.counts.speculated, skipped + have.counts.skipped);
+        let (layout, rings) = (&plan.placement.layout, plan.placement.rings);
+        (clipped, ringed) = (clipped + have.counts.clipped, ringed + usize::from(rings.grads.is_some()));
+        kept += usize::from(rings.grads.is_some() && layout.offloaded() < layout.count());
+        summed += usize::from(rings.sums.is_some());
+        sharded += usize::from(rings.weights.is_some());
+        shared += usize::from(case.sequence_ranks > 1);
+    }
+    assert!(ran > 8 && skipped > 0 && clipped > 0 && ringed > 0 && summed > 0 && shared > 0, "{ran} {skipped} {clipped} {ringed} {summed}");
+    assert_eq!((speculated > 0, kept > 0), (cfg!(feature = "stv"), cfg!(feature = "repartition")));
+    assert_eq!(sharded > 2, cfg!(feature = "weight-flow"), "{sharded}");
+}
+
 /// The number of micro-batches changes no byte on the link: weights come once for the forward and once for the backward pass, and gradients
 /// leave once.
 #[cfg(feature = "weight-flow")]
@@ -179,7 +276,7 @@ fn an_order_without_segments_is_refused_with_a_remedy() {
     };
     let untied = tiny_llama(5, 32, 64, false);
     for (lines, shape, words) in [
-        ("gpus = 2", &untied, "--gpus 1"),
+        ("gpus = 2\nprocesses = 2", &untied, "--processes 1"),
         ("head-rows = \"trained\"", &tiny_llama(5, 32, 64, true), "--head-rows all"),
         ("activations = \"host\"", &untied, "--activations auto"),
     ] {

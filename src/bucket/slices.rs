@@ -86,6 +86,12 @@ impl Slices {
         (0..self.ranks).map(of).max().unwrap_or(0)
     }
 
+    /// Number of elements that this rank owns before the flat position `end`.
+    pub(crate) fn owned_before(&self, end: usize) -> usize {
+        let last = self.layout.overlapping(0..end).last();
+        last.map_or(0, |bucket| self.local(bucket).start + self.within(self.rank, bucket, &(0..end)).len())
+    }
+
     /// Number of elements that this rank owns.
     pub(crate) fn elems(&self) -> usize {
         self.local(self.layout.count() - 1).end

@@ -186,9 +186,7 @@ impl<D: Kernels> Engine<D> {
         if is_last {
             self.begin_validation(learning_rate)?;
         }
-        if micro.first && micro_batch > 0 {
-            self.wait_for_sums(self.plan.placement.layout.count() - 1)?;
-        }
+        self.wait_for_share_before(visit, micro)?;
         self.wait_for_ring(Module::Head, micro_batch)?;
         let pass = Pass { direction: PassDirection::Backward, visit: Some(visit).filter(|_| self.has_segments()) };
         let gradients = Some(self.head_gradients());
@@ -349,9 +347,20 @@ impl<D: Kernels> Engine<D> {
         cfg!(feature = "weight-flow") && self.flow.is_some()
     }
 
-    /// Waits until this round's gradients of `bucket` and the buckets before it may be overwritten: they are summed by all ranks.
-    fn wait_for_sums(&mut self, bucket: usize) -> Result<()> {
-        self.wait_for_peers(DriverActivity::Sums, bucket, |engine| engine.exchange.may_overwrite(&mut engine.dev, bucket))
+    /// Before the first micro-batch of a gradient share overwrites the gradients of the visited segment, waits until those of the share before
+    /// are summed by all ranks.
+    pub(super) fn wait_for_share_before(&mut self, Visit { segment, micro_batch, .. }: Visit, micro: MicroStep) -> Result<()> {
+        if !micro.first || micro_batch == 0 {
+            return Ok(());
+        }
+        let end = self.plan.placement.segments.flat_range(segment, &self.model.table).end;
+        self.wait_for_sums(end)
+    }
+
+    /// Waits until the gradients before the flat position `end` that were written last may be overwritten: they are summed by all ranks.
+    fn wait_for_sums(&mut self, end: usize) -> Result<()> {
+        let bucket = self.plan.placement.layout.overlapping(0..end).last().unwrap_or(0);
+        self.wait_for_peers(DriverActivity::Sums, bucket, |engine| engine.exchange.may_overwrite(&mut engine.dev, end))
     }
 
     /// Whether share `round` of this rank is the last of a step.
@@ -373,8 +382,9 @@ impl<D: Kernels> Engine<D> {
         let before = range.start.saturating_sub(ring.period_elems)..end;
         let buckets = self.plan.placement.layout.overlapping(before);
         let sums_wait = self.plan.placement.rings.sums_on_host || self.exchange.slices().ranks() > 1;
+        // Whole buckets, because a bucket whose other parts are missing is not reported, and so not copied.
         if let Some(last) = buckets.clone().last().filter(|_| sums_wait) {
-            self.wait_for_sums(last)?;
+            self.wait_for_sums(self.plan.placement.layout.range(last).end)?;
         }
         let are_sent = self.has_segments() || self.completed(micro_batch).is_some_and(|round| self.is_last(round));
         let copied = if are_sent { self.plan.placement.layout.offloaded() } else { 0 };

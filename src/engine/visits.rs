@@ -45,6 +45,7 @@ impl<D: Kernels> Engine<D> {
         } else if self.model.shape.trains_tied_output() {
             self.scratch.boundaries.read(&mut self.dev, self.model.hidden_states())?;
             self.fetch_input_after(visit)?;
+            self.wait_for_share_before(visit, micro)?;
             self.wait_for_ring(Module::Embed, micro_batch)?;
             self.model.output_matrix_gradient(&mut self.dev, micro)?;
         }
@@ -52,6 +53,7 @@ impl<D: Kernels> Engine<D> {
         self.scratch.boundaries.take(&mut self.dev, micro_batch, self.model.residual_gradient())?;
         let last = self.last_layer(segment);
         self.model.scale_residual_gradient(&mut self.dev, last)?;
+        self.wait_for_share_before(visit, micro)?;
         self.backward_segment(visit, micro)
     }
 
@@ -130,12 +132,13 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// The gradients of `module` are enqueued for the micro-batches of the partial sum `whole`: adds them to the sums of its flat range. With
-    /// the last partial sum, this reports all buckets that end within the range.
+    /// the last partial sum, this reports all buckets that end within the range. Buckets of several ranks are reported when the parts of all
+    /// ranks are added.
     pub(super) fn segment_grads_written(&mut self, module: Module, whole: usize) -> Result<()> {
         let range = self.model.table.module_range(module);
         self.spoil(&range, whole)?;
-        self.exchange.sum_range(&mut self.dev, self.model.grads, &range, whole)?;
-        if !self.is_last(whole) {
+        let is_summed = self.exchange.sum_range(&mut self.dev, self.model.grads, &range, whole)?;
+        if !is_summed || !self.is_last(whole) {
             return Ok(());
         }
         let layout = &self.plan.placement.layout;
@@ -146,7 +149,8 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Fetches weights that the visit needs after module `at`, and then those of the next segment, as far as no weights that the visit still
-    /// needs are in the way. A segment's weights so cross the link once for all its micro-batches in a direction.
+    /// needs are in the way. A segment's weights so cross the link once for all its micro-batches in a direction. Several ranks fetch the next
+    /// missing module alone: all of them fetch modules in the same order, and one that waited for later weights would delay its peers.
     pub(super) fn fetch_ahead(&mut self, visit: Visit, direction: PassDirection, at: usize) -> Result<()> {
         let own = self.module_indices(visit.segment);
         let (rest, next) = match (direction, visit.kind) {
@@ -162,26 +166,26 @@ impl<D: Kernels> Engine<D> {
             let part = if nth < rest.len() { &rest } else { &next };
             let nth = if nth < rest.len() { nth } else { nth - rest.len() };
             let module = if direction == PassDirection::Forward { part.end - 1 - nth } else { part.start + nth };
-            if !self.fetch_if_free(module, &needed)? {
+            let Some(flow) = &self.flow else { break };
+            if flow.streamed(module).is_empty() || flow.has(module) {
+                continue;
+            }
+            if flow.overwrites(module, needed) || !self.may_fetch(flow.streamed(module)) {
+                break;
+            }
+            self.fetch_weights(module)?;
+            if self.exchange.slices().ranks() > 1 {
                 break;
             }
         }
         Ok(())
     }
 
-    /// Fetches the weights of `module` if they are missing, final, and in the way of no weights that are `needed`. Returns whether they are on
-    /// the device or on their way.
-    fn fetch_if_free(&mut self, module: usize, needed: &impl Fn(usize) -> bool) -> Result<bool> {
-        let Some(flow) = &self.flow else { return Ok(false) };
-        let streamed = flow.streamed(module);
-        if streamed.is_empty() || flow.has(module) {
-            return Ok(true);
-        }
+    /// Whether weights of the flat range `streamed` may be fetched before they are needed: weights from the host when they are final. Ranks
+    /// wait for weights of other ranks.
+    fn may_fetch(&self, streamed: Range<usize>) -> bool {
         let mut buckets = self.plan.placement.layout.overlapping(streamed);
-        if flow.overwrites(module, needed) || !buckets.all(|bucket| self.coordinator.is_settled(bucket)) {
-            return Ok(false);
-        }
-        self.fetch_weights(module).map(|()| true)
+        self.exchange.slices().ranks() > 1 || buckets.all(|bucket| self.coordinator.is_settled(bucket))
     }
 
     /// Indices of the modules of `segment`, in backward order.

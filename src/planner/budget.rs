@@ -113,10 +113,10 @@ pub(crate) fn micro_batch<'a>(
     }
 }
 
-/// Memory of the residual stream between `segments` of the layers of `recipe`, which run on a single device if there are several.
-pub(crate) fn boundaries(recipe: &Recipe, segments: &LayerSegments) -> BoundarySizes {
+/// Memory of each of `ranks` ranks for the residual stream between `segments` of the layers of `recipe`.
+pub(crate) fn boundaries(recipe: &Recipe, segments: &LayerSegments, ranks: usize) -> BoundarySizes {
     let elems = recipe.step.tokens_of_rank() * recipe.model.channels;
-    segments.boundaries(recipe.step.micro_batches, elems, recipe.model.trains_tied_output())
+    segments.boundaries(recipe.step.micro_batches_each(ranks), elems, recipe.model.trains_tied_output())
 }
 
 /// Whether the device casts, so that fp32 crosses the link. Without the feature `superchip-cast` this is a compile-time constant.
@@ -223,16 +223,24 @@ impl Workload<'_> {
     /// savings.
     pub(crate) fn segment_grad_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
         let longest = self.longest_segment(table, table.flat_elems()) + RING_BUCKETS * layout.bucket_elems();
-        self.ring(layout.offloaded_elems(), longest, self.recipe.numerics.dtype)
+        let limit = if self.site.ranks == 1 { layout.offloaded_elems() } else { layout.flat_elems() };
+        self.ring(limit, longest, self.recipe.numerics.dtype)
     }
 
-    /// The ring of gradient sums, which holds the sums of the longest segment. `None` if layers are one segment, or without sums or savings.
-    pub(crate) fn sum_ring(&self, table: &TensorTable) -> Option<RingShape> {
+    /// The ring of gradient sums, which holds the sums of the longest segment. Of several ranks, each has the sums of its slices, in its local
+    /// order. `None` if layers are one segment, or without sums or savings.
+    pub(crate) fn sum_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
         if self.segments.is_whole() {
             return None;
         }
         let each = kept_sums((self.recipe.step.shares, self.recipe.step.group), self.site.ranks);
-        self.ring(table.flat_elems() * each, self.longest_segment(table, table.flat_elems()) * each, Dtype::Float32)
+        let ranks = || (0..self.site.ranks).map(|rank| Slices::new(layout.clone(), rank, self.site.ranks));
+        let in_segments = |own: Slices| {
+            let ranges = (0..self.segments.count()).map(|segment| self.segments.flat_range(segment, table));
+            ranges.map(|range| own.owned_before(range.end) - own.owned_before(range.start)).max().unwrap_or(0)
+        };
+        let (least, longest) = (ranks().map(|own| own.elems()).min().unwrap_or(0), ranks().map(in_segments).max().unwrap_or(0));
+        self.ring(least * each, longest * each, Dtype::Float32)
     }
 
     /// Elements of the longest segment within the first `limit` elements of the flat order.
@@ -241,9 +249,9 @@ impl Workload<'_> {
         ranges.map(|range| range.end.min(limit) - range.start.min(limit)).max().unwrap_or(0)
     }
 
-    /// Memory of the residual stream between segments of layers.
+    /// Memory of each rank for the residual stream between segments of layers.
     pub(crate) fn boundaries(&self) -> BoundarySizes {
-        boundaries(self.recipe, self.segments)
+        boundaries(self.recipe, self.segments, self.site.ranks)
     }
 
     /// Whether gradient sums can be stored on the host: there are sums of the whole model, on a single device with its own memory.
@@ -309,7 +317,7 @@ impl Workload<'_> {
         let sum_bytes = 4 * kept_sums((self.recipe.step.shares, self.recipe.step.group), ranks);
         let [summed_there, passing] = host_sums(layout, rings.sums_on_host);
         let device_sums = match rings.sums {
-            Some(ring) => self.site.machine.kind.flat_bytes(flat * sum_bytes / 4, Dtype::Float32, Some(ring)),
+            Some(_) => of_all(&|own| self.site.machine.kind.flat_bytes(own.elems() * sum_bytes / 4, Dtype::Float32, rings.sums)),
             None => (owned - summed_there) * sum_bytes,
         };
         let (boundaries, width) = (self.boundaries(), self.recipe.numerics.dtype.bytes());
@@ -330,7 +338,7 @@ impl Workload<'_> {
             class("paged states here", MemorySpace::Device, self.paged_window_bytes(layout)),
             class("cast staging", MemorySpace::Device, staging),
             class("activations", MemorySpace::Device, ranks * activations.device_bytes().0 as usize),
-            class("segment boundaries", MemorySpace::Device, boundaries.device_elems() * width),
+            class("segment boundaries", MemorySpace::Device, ranks * boundaries.device_elems() * width),
             class("norm partials", MemorySpace::Device, owned / BLOCK * 4 + ranks * 4),
             class("offloaded p, m, v", MemorySpace::Host, self.host_arrays(rings).bytes(offloaded)),
             class("paged p, m, v", MemorySpace::Host, arrays.bytes(paged)),
@@ -338,7 +346,7 @@ impl Workload<'_> {
             class("gradients' sums", MemorySpace::Host, summed_there * sum_bytes),
             class(params_name, MemorySpace::Host, self.param_slots(layout, rings) * slot_bytes),
             class("kept activations", MemorySpace::Host, ranks * activations.host_bytes().0 as usize),
-            class("kept boundaries", MemorySpace::Host, boundaries.host_elems() * width),
+            class("kept boundaries", MemorySpace::Host, ranks * boundaries.host_elems() * width),
             class("batches, norm", MemorySpace::Host, self.driver_bytes(layout)),
             class("exchange", MemorySpace::Host, self.counter_bytes(layout)),
             class("slices under way", MemorySpace::Host, self.under_way_bytes(slices().map(|own| own.slice_elems()).max().unwrap_or(0))),

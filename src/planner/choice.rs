@@ -246,7 +246,7 @@ impl Planner<'_> {
             split_masters: weights.is_some() && use_rings.weights == WeightPlacement::StreamedHalves,
             fully_sharded: weights.is_some() && use_rings.weights == WeightPlacement::FullySharded,
             sums_on_host: use_rings.sums_on_host && layout.offloaded() > 0,
-            sums: self.workload.sum_ring(self.table),
+            sums: self.workload.sum_ring(layout, self.table),
         }
     }
 

@@ -113,7 +113,7 @@ impl Plan {
     fn write_order(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let LayerOrder::Segments { layers, turn } = self.layer_order() else { return Ok(()) };
         let below = counted(self.placement.segments.count() - 1, "segment");
-        let kept = Bytes((self.boundaries().host_elems() * self.recipe.numerics.dtype.bytes()) as u64);
+        let kept = Bytes((self.site.ranks * self.boundaries().host_elems() * self.recipe.numerics.dtype.bytes()) as u64);
         writeln!(
             f,
             "  order       {below} of {} and a last one of {turn}, each for all micro-batches before the next; {kept} of their inputs are kept \

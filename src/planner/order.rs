@@ -10,9 +10,10 @@ use crate::request::wanted::Wanted;
 /// Layers of a segment that are tried.
 pub(crate) const SEGMENT_LAYERS: [usize; 5] = [1, 2, 3, 4, 8];
 
-/// Whether the order of layers is open, and a step has several micro-batches on a single device.
+/// Whether the order of layers is open, and each device of a single process has several micro-batches in a step.
 pub(crate) fn may_have_segments(request: &Request) -> bool {
-    request.wanted.layer_order == LayerOrder::Auto && request.cut.ranks() == 1 && request.step().micro_batches > 1
+    let micro_batches = request.step().micro_batches_each(request.cut.ranks());
+    request.wanted.layer_order == LayerOrder::Auto && request.cut.processes == 1 && micro_batches > 1
 }
 
 /// `request` with its layers in segments that are tried, if its order is open. Segments without a turn take least memory.
@@ -38,7 +39,7 @@ pub(super) fn segments(request: &Request) -> Result<LayerSegments> {
 fn obstacle(request: &Request) -> Option<&'static str> {
     let shape = request.shape();
     match request {
-        _ if request.cut.ranks() > 1 => Some("needs a single device: use --gpus 1 and --processes 1"),
+        _ if request.cut.processes > 1 => Some("needs all devices in one process: use --processes 1"),
         _ if request.recipe.objective.is_some() => {
             Some("does not exist for losses of pairs, completions and teachers: use --layer-order auto")
         }

@@ -28,8 +28,10 @@ impl PeerTraffic {
         let (StepShape { shares: partial_sums, group, .. }, Numerics { dtype, .. }) = (workload.recipe.step, workload.recipe.numerics);
         let (rounds, local_ranks, slice_bytes) = (partial_sums / ranks, ranks / processes, table.flat_elems() / ranks * dtype.bytes());
         let again = rings.weights.map_or(0, |ring| {
-            let micro_batches = workload.recipe.step.micro_batches_each(ranks);
-            fetched_elems(table, ring, micro_batches) - ring.ringed_elems
+            let (segments, micro_batches) = (workload.segments, workload.recipe.step.micro_batches_each(ranks));
+            // Weights of segments are fetched twice a step, those of the last segment once.
+            let of_segments = || ring.ringed_elems - segments.flat_range(segments.count() - 1, table).end.min(ring.ringed_elems);
+            if segments.is_whole() { fetched_elems(table, ring, micro_batches) - ring.ringed_elems } else { of_segments() }
         });
         let again_bytes = again / ranks * dtype.bytes();
         // For gradients: the slices that a rank pulls (its own, or also those of its inter-node peers), and the senders in each other

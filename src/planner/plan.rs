@@ -133,9 +133,9 @@ impl Plan {
         Self { recipe, ..self.clone() }
     }
 
-    /// Memory of the residual stream between segments of layers.
+    /// Memory of each rank for the residual stream between segments of layers.
     pub(crate) fn boundaries(&self) -> BoundarySizes {
-        boundaries(&self.recipe, &self.placement.segments)
+        boundaries(&self.recipe, &self.placement.segments, self.site.ranks)
     }
 
     /// fp32 sums kept per element between two rounds.

@@ -38,6 +38,9 @@ pub(crate) struct StepOutcome {
 struct RankCounters {
     /// Buckets whose gradients are enqueued on the rank's compute stream. The event of each bucket is recorded.
     written: AtomicU64,
+    /// The bucket whose gradient the rank wrote last, and the bucket that it sums next. Only ranks of this process publish them.
+    last_written: AtomicU64,
+    next_summed: AtomicU64,
     /// Handovers of activations to the ranks that share its sequences. The event of each handover is recorded.
     handed: AtomicU64,
     /// Buckets that the rank has pulled from all other ranks. The event of each pull is recorded.
@@ -172,6 +175,8 @@ impl ProgressCounters {
         let bells: Vec<Arc<Doorbell>> = (0..sizes.ranks).map(|_| Arc::default()).collect();
         let entry = || RankCounters {
             written: AtomicU64::new(0),
+            last_written: AtomicU64::new(0),
+            next_summed: AtomicU64::new(0),
             handed: AtomicU64::new(0),
             pulled: AtomicU64::new(0),
             relayed: AtomicU64::new(0),
@@ -293,6 +298,22 @@ impl ProgressCounters {
         self.entry(rank).written.fetch_add(1, Ordering::Release);
         self.notify(rank, Audience::All, || Notice::new(Topic::Written, &[rank as u64]));
         self.wake_peers(rank);
+    }
+
+    /// Publishes the bucket whose gradient `rank` wrote last, and the bucket that `rank` sums next, for the watchdog.
+    pub(crate) fn name_buckets(&self, rank: usize, [last_written, next_summed]: [usize; 2]) {
+        self.entry(rank).last_written.store(last_written as u64, Ordering::Relaxed);
+        self.entry(rank).next_summed.store(next_summed as u64, Ordering::Relaxed);
+    }
+
+    /// The bucket whose gradient `rank`, a rank of this process, wrote last.
+    pub(crate) fn last_written(&self, rank: usize) -> u64 {
+        self.entry(rank).last_written.load(Ordering::Relaxed)
+    }
+
+    /// The bucket that `rank`, a rank of this process, sums next.
+    pub(crate) fn next_summed(&self, rank: usize) -> u64 {
+        self.entry(rank).next_summed.load(Ordering::Relaxed)
     }
 
     /// Number of buckets that `rank` has written.

@@ -230,7 +230,8 @@ impl SearchQuery<'_> {
         (fits > 0).then(|| with(fits))
     }
 
-    /// These choices with the layers in segments, if the order is open and a step has several micro-batches on a single device.
+    /// These choices with the layers in segments, if the order is open and each device of a single process has several micro-batches in a
+    /// step.
     fn orders(&self, wanted: &Wanted) -> Vec<Wanted> {
         let layer_order = self.request.wanted.layer_order;
         if !may_have_segments(&self.request.with(Wanted { layer_order, ..wanted.clone() })) {
@@ -293,11 +294,11 @@ fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Wanted> {
     weights.flat_map(|weights| placed(query, from, weights)).collect()
 }
 
-/// Segments of layers, if weights or sums cross the link with every micro-batch, or gradients share memory. Other plans gain nothing from a
-/// second forward pass.
+/// Segments of layers, if weights are fetched or sums cross the link with every micro-batch, or gradients share memory. Other plans gain
+/// nothing from a second forward pass.
 fn layer_order(query: &SearchQuery, from: &Candidate) -> Vec<Wanted> {
     let rings = from.plan.placement.rings;
-    if !from.plan.streams_from_host() && !rings.sums_on_host && rings.grads.is_none() {
+    if rings.weights.is_none() && !rings.sums_on_host && rings.grads.is_none() {
         return Vec::new();
     }
     let Wanted { activations, weights, resident_buckets, .. } = query.request.wanted;

@@ -51,6 +51,26 @@ fn segments_of_layers_shorten_a_step_on_a_small_card() {
     assert!((0.9..1.01).contains(&(alone / segments)), "{alone} s with one share, {segments} s with 32");
 }
 
+/// Two of these cards hold a half of the weights each. In the usual order, each fetches the other half twice for every micro-batch, and holds
+/// fp32 sums of a half of the parameters.
+#[test]
+fn segments_of_layers_take_less_memory_and_time_on_two_small_cards() {
+    let (settings, shape, machine) = small_card();
+    let machine = Machine { host_bytes: machine.host_bytes, device: machine.device, ..Machine::of(&Profile::load("h200-x2").unwrap()) };
+    let settings = Settings { gpus: 2, ..settings };
+    let planned = |layer_order| {
+        let plan = Plan::new(&Settings { layer_order, ..settings.clone() }.request(&shape), &machine, false).unwrap();
+        let steps = Steps { warmup: 1, timed: 2, clip: Clip::Never };
+        (simulate(&plan, &shape, "h200-x2", steps, 0).unwrap().0.step_ms.median / 1e3, plan)
+    };
+    let (whole_s, whole) = planned(LayerOrder::Whole);
+    let (segments_s, segments) = planned(LayerOrder::Segments { layers: 2, turn: 4 });
+    assert!(whole.shortage().is_some() && segments.shortage().is_none(), "{whole}\n{segments}");
+    assert!(segments_s < whole_s, "{segments_s} s in segments, {whole_s} s in the usual order");
+    let predicted_s = segments.forecast.predicted.unwrap().step_s;
+    assert!((0.85..1.05).contains(&(predicted_s / segments_s)), "{segments_s} s simulated, {predicted_s} s predicted");
+}
+
 #[test]
 fn segments_are_tried_with_the_longest_turn_that_fits() {
     let (settings, shape, machine) = small_card();
@@ -74,7 +94,7 @@ fn segments_are_tried_with_the_longest_turn_that_fits() {
     for other in [
         Settings { layer_order: LayerOrder::Whole, ..settings.clone() },
         Settings { gradient_shares: None, ..settings.clone() },
-        Settings { gpus: 2, ..settings },
+        Settings { gradient_shares: Some(2), gpus: 2, ..settings },
     ] {
         assert!(orders(other).is_empty());
     }

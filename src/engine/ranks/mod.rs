@@ -1,6 +1,7 @@
 //! Exchange of gradients, weights, activations and reports between ranks, and their rendezvous.
 
 pub(super) mod exchange;
+mod exchange_order;
 mod gradient_groups;
 mod handover;
 mod nccl_transport;

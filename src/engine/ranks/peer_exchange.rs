@@ -163,7 +163,7 @@ impl<D: Kernels + Peers> Exchange<D> for PeerExchange<D::PeerHandle> {
 
     fn take(&mut self, (dev, _): Sides<'_, D>, plan: &Plan) -> Result<()> {
         self.own = SliceMemory::take(&mut self.lease, dev, plan, &self.slices)?;
-        Ok(())
+        self.gradients.reorder(dev, plan)
     }
 }
 

@@ -135,11 +135,11 @@ impl Rank {
         let (own, count) = (self.exchange.slices.clone(), self.stepped.len());
         for round in 0..case.rounds {
             if round > 0 {
-                self.until(|rank| rank.exchange.may_overwrite(&mut rank.dev, count - 1))?;
+                self.until(|rank| rank.exchange.may_overwrite(&mut rank.dev, own.layout().flat_elems()))?;
             }
             for bucket in 0..count {
                 if let Some(before) = bucket.checked_sub(case.ring).filter(|_| case.ring > 0) {
-                    self.until(|rank| rank.exchange.may_overwrite(&mut rank.dev, before))?;
+                    self.until(|rank| rank.exchange.may_overwrite(&mut rank.dev, own.layout().range(before).end))?;
                 }
                 let value = gradient(step, round * case.ranks + own.rank(), bucket);
                 for flat in (0..case.ranks).map(|owner| own.of(owner, bucket)).filter(|flat| !flat.is_empty()) {
@@ -156,7 +156,7 @@ impl Rank {
             let sum = GradientPort::<CpuDevice>::own_grads(&self.exchange, self.grads, &flat, local.start);
             self.see(Stream::Reduce, sum.slice(0, 1), bucket, want(bucket))?;
         }
-        self.verdict(step)?;
+        self.verdict(case, step)?;
         // The pool's order is arbitrary.
         for bucket in (0..count).rev().map(|bucket| (bucket + case.seed as usize) % count) {
             let flat = own.global(bucket);
@@ -189,11 +189,11 @@ impl Rank {
     }
 
     /// Waits until all ranks have reported, as in a step.
-    fn verdict(&mut self, step: u64) -> Result<()> {
+    fn verdict(&mut self, case: Case, step: u64) -> Result<()> {
         let exchange = &mut self.exchange;
         let own = exchange.slices.pieces(0..exchange.slices.elems()).flat_map(|(flat, _)| flat.step_by(BLOCK));
         let blocks: Vec<f32> = own.map(|start| partial(start / BLOCK)).collect();
-        let losses = vec![1.0; exchange.gradients.rounds as usize];
+        let losses = vec![1.0; case.rounds];
         ReportPort::<CpuDevice>::add_norm_partials(exchange, &blocks);
         ReportPort::<CpuDevice>::report(exchange, step, false, &losses);
         let mut found = None;
@@ -201,7 +201,7 @@ impl Rank {
             found = ReportPort::<CpuDevice>::outcome(&mut rank.exchange, step);
             Ok(found.is_some())
         })?;
-        let partial_sums = self.exchange.gradients.rounds as usize * self.exchange.context.progress.ranks();
+        let partial_sums = case.rounds * case.ranks;
         let all: Vec<f32> = (0..self.exchange.slices.layout().flat_elems() / BLOCK).map(partial).collect();
         let norm_sq = norm::fold(NormSq(0.0), &all).0;
         assert_eq!(found, Some(StepOutcome { norm_sq, nonfinite: false, loss: partial_sums as f32 }));
@@ -229,7 +229,7 @@ fn run(case: Case) {
                         rank.dev.record(done, stream)?;
                         rank.until(|rank| rank.dev.is_done(done))?;
                     }
-                    rank.verdict(STEPS + 1)
+                    rank.verdict(case, STEPS + 1)
                 }));
                 let outcome = whole.unwrap_or_else(|_| Err(crate::error::Error::resource("run a rank", "it panicked")));
                 if let Err(error) = &outcome {

@@ -50,9 +50,9 @@ impl RankMemory {
 pub(in crate::engine) struct RankHandles<C> {
     pub(in crate::engine) device: C,
     pub(in crate::engine) memory: RankMemory,
-    /// By bucket: the gradient is written.
+    /// By piece: the gradient is written.
     pub(in crate::engine) written: Vec<EventId>,
-    /// By bucket: the peers' gradients are pulled.
+    /// By piece: the peers' gradients are pulled.
     pub(in crate::engine) pulled: Vec<EventId>,
     /// By bucket: this rank's slice of the weights is written.
     pub(in crate::engine) stepped: Vec<EventId>,

@@ -78,14 +78,14 @@ impl fmt::Display for WaitEdge {
 /// The ranks that have not written the gradient of the bucket that `rank` sums next.
 fn gradient(progress: &ProgressCounters, rank: usize) -> Option<WaitEdge> {
     let next = progress.pulled(rank);
-    let awaited = format!("the gradient of bucket {}", next % progress.buckets());
+    let awaited = format!("the gradient of bucket {}", progress.next_summed(rank));
     WaitEdge::by(progress, awaited, |other| progress.written(other) > next).filter(|missing| !missing.ranks.contains(&rank))
 }
 
 /// The local ranks that have not pulled the last gradient that `rank` wrote.
 fn pull(progress: &ProgressCounters, rank: usize) -> Option<WaitEdge> {
     let last = progress.written(rank).checked_sub(1)?;
-    let awaited = format!("the pull of bucket {}", last % progress.buckets());
+    let awaited = format!("the pull of bucket {}", progress.last_written(rank));
     WaitEdge::by(progress, awaited, |other| !progress.local_ranks().contains(&other) || progress.pulled(other) > last)
         .filter(|missing| !missing.ranks.contains(&rank))
 }
@@ -140,6 +140,17 @@ mod tests {
 
     fn write(progress: &ProgressCounters, rank: usize, buckets: usize) {
         (0..buckets).for_each(|_| progress.publish_written(rank));
+        name_buckets(progress, rank);
+    }
+
+    fn pull(progress: &ProgressCounters, rank: usize, buckets: usize) {
+        (0..buckets).for_each(|_| progress.publish_pulled(rank));
+        name_buckets(progress, rank);
+    }
+
+    fn name_buckets(progress: &ProgressCounters, rank: usize) {
+        let buckets = [progress.written(rank).saturating_sub(1), progress.pulled(rank)].map(|count| count % progress.buckets());
+        progress.name_buckets(rank, buckets.map(|bucket| bucket as usize));
     }
 
     #[test]
@@ -147,12 +158,12 @@ mod tests {
         let progress = progress();
         // In the second round of four buckets: rank 2 is one bucket behind, and rank 1 has all of its sums but one.
         [7, 7, 6].into_iter().enumerate().for_each(|(rank, buckets)| write(&progress, rank, buckets));
-        [6, 5, 6].into_iter().enumerate().for_each(|(rank, buckets)| (0..buckets).for_each(|_| progress.publish_pulled(rank)));
+        [6, 5, 6].into_iter().enumerate().for_each(|(rank, buckets)| pull(&progress, rank, buckets));
         for activity in [DriverActivity::Sums, DriverActivity::Gradient, DriverActivity::Norm] {
             assert_eq!(waits(&progress, activity, 0)[..2], ["the gradient of bucket 2 of rank 2", ""]);
         }
         write(&progress, 2, 1);
-        [0, 2].into_iter().for_each(|rank| progress.publish_pulled(rank));
+        [0, 2].into_iter().for_each(|rank| pull(&progress, rank, 1));
         assert_eq!(waits(&progress, DriverActivity::Sums, 0), ["the pull of bucket 2 of rank 1", "", "the pull of bucket 2 of rank 1"]);
         assert_eq!(waits(&progress, DriverActivity::Params, 1), [""; RANKS]);
     }

@@ -17,11 +17,13 @@ pub(crate) trait GradientPort<D: Kernels> {
     /// step. Over NCCL it waits until the local ranks have written the gradients that must be exchanged first.
     fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool>;
 
-    /// The gradient of a partial sum is enqueued for `range`, in the flat `grads`, and is added to the sums of the range; after the last
-    /// partial sum their sum replaces it. Only a single rank takes parts of buckets.
-    fn sum_range(&mut self, _dev: &mut D, _grads: DeviceSlice, _range: &Range<usize>, _partial_sum: usize) -> Result<()> {
-        Ok(())
-    }
+    /// The gradient of a partial sum is enqueued for `range`, in the flat `grads`, in a step of several segments of layers. It is added to the
+    /// sums of the range; after the last partial sum their sum replaces it. Returns true if this addition is enqueued; if not, it follows in
+    /// [`GradientPort::poll`].
+    ///
+    /// # Errors
+    /// Errors of the device; the failure that ended another rank.
+    fn sum_range(&mut self, dev: &mut D, grads: DeviceSlice, range: &Range<usize>, partial_sum: usize) -> Result<bool>;
 
     /// Enqueues the sums with all parts available. Returns a bucket when its gradient of the whole step is enqueued.
     fn poll(&mut self, _dev: &mut D, _grads: DeviceSlice) -> Result<Option<usize>> {
@@ -33,11 +35,9 @@ pub(crate) trait GradientPort<D: Kernels> {
         true
     }
 
-    /// Whether the gradients of `bucket` and of the buckets before it, written in this round, may be overwritten: all ranks have enqueued
-    /// their pulls and sums. If so, later work on the compute stream waits for these.
-    fn may_overwrite(&mut self, _dev: &mut D, _bucket: usize) -> Result<bool> {
-        Ok(true)
-    }
+    /// Whether the gradients before the flat position `end` that were written last may be overwritten: all ranks have enqueued their pulls and
+    /// sums. If so, later work on the compute stream waits for these.
+    fn may_overwrite(&mut self, dev: &mut D, end: usize) -> Result<bool>;
 
     /// Location of the step's gradient of `flat`, a part of this rank's slice of a bucket that begins at `local` in the local order.
     fn own_grads(&self, grads: DeviceSlice, flat: &Range<usize>, _local: usize) -> DeviceSlice {

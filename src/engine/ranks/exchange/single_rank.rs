@@ -62,12 +62,13 @@ impl<D: Kernels> GradientPort<D> for SingleRank {
         Ok(last)
     }
 
-    fn sum_range(&mut self, dev: &mut D, grads: DeviceSlice, range: &Range<usize>, partial_sum: usize) -> Result<()> {
+    fn sum_range(&mut self, dev: &mut D, grads: DeviceSlice, range: &Range<usize>, partial_sum: usize) -> Result<bool> {
         let grads = grads.slice(range.start, range.len());
-        self.sums.as_ref().map_or(Ok(()), |sums| sums.add_range(dev, grads, range, partial_sum))
+        self.sums.as_ref().map_or(Ok(()), |sums| sums.add_range(dev, grads, range, partial_sum)).map(|()| true)
     }
 
-    fn may_overwrite(&mut self, dev: &mut D, bucket: usize) -> Result<bool> {
+    fn may_overwrite(&mut self, dev: &mut D, end: usize) -> Result<bool> {
+        let Some(bucket) = self.slices.layout().overlapping(0..end).last() else { return Ok(true) };
         self.sums.as_ref().map_or(Ok(()), |sums| sums.wait_for(dev, bucket)).map(|()| true)
     }
 

@@ -5,8 +5,8 @@ use super::PeerExchange;
 use super::inter_node::InterNode;
 use crate::bucket::slices::Slices;
 use crate::device::{Device, DeviceSlice, EventId, Kernels, PARTS_MAX, Peers, Stream};
-use crate::dtype::Dtype;
 use crate::engine::ranks::exchange::GradientPort;
+use crate::engine::ranks::exchange_order::{BucketPart, ExchangeOrder};
 use crate::engine::ranks::gradient_groups::{KeptSums, PartialSumChain};
 use crate::engine::ranks::tcp_transport::TcpTransport;
 use crate::error::Result;
@@ -17,59 +17,72 @@ use std::ops::Range;
 
 /// Events and sums of the gradients of one rank's slices.
 pub(super) struct PeerGradients {
+    order: ExchangeOrder,
+    /// By piece: this rank's gradient is written.
     written: Vec<EventId>,
-    /// By bucket: the peers' parts of the sum are pulled, and the sum is computed.
+    /// By piece: the peers' parts of the sum are pulled, and the sum is computed.
     pulled: Vec<EventId>,
     summed: Vec<EventId>,
     /// Event of the sum that was enqueued last.
     last_summed: EventId,
     /// The peers' parts of one slice.
     staging: DeviceSlice,
-    /// fp32 sums so far of the elements that this rank owns, if a step has several rounds, and the number of sums of each element.
-    sums: DeviceSlice,
+    /// Number of fp32 sums of each element that are kept between two rounds.
     kept_sums: usize,
     addition: PartialSumChain,
     /// Groups are first summed within this process.
     is_grouped: bool,
-    pub(super) rounds: u64,
-    /// Number of buckets, over all rounds, that were written; have their group's sum, if groups are summed here; were exchanged over NCCL;
-    /// were summed; and have a sum that was reported to the driver.
-    buckets_written: u64,
-    buckets_grouped: u64,
-    buckets_swapped: u64,
-    buckets_summed: u64,
-    buckets_reported: u64,
+    /// Number of pieces, over all rounds, that were written; have their group's sum, if groups are summed here; were exchanged over NCCL;
+    /// were summed; and have a sum that was reported to the driver. With several processes pieces are buckets.
+    pieces_written: u64,
+    pieces_grouped: u64,
+    pieces_swapped: u64,
+    pieces_summed: u64,
+    pieces_reported: u64,
 }
 
 impl PeerGradients {
     /// # Errors
     /// `Resource` when memory is not available; errors of the device.
     pub(super) fn new<D: Device>(dev: &mut D, plan: &Plan, slices: &Slices) -> Result<Self> {
-        let (count, ranks, kept_sums) = (plan.placement.layout.count(), slices.ranks(), plan.kept_sums());
-        let mut events = || (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
+        let (order, ranks, kept_sums) = (ExchangeOrder::of(plan, 0), slices.ranks(), plan.kept_sums());
+        let mut events = || (0..order.count()).map(|_| dev.event()).collect::<Result<Vec<_>>>();
         let (written, pulled, summed) = (events()?, events()?, events()?);
         Ok(Self {
+            order,
             written,
             pulled,
             last_summed: summed[0],
             summed,
             staging: dev.alloc("peers' gradients", (ranks - 1) * slices.slice_elems(), plan.recipe.numerics.dtype)?,
-            sums: dev.alloc("gradient sums", slices.elems() * kept_sums, Dtype::Float32)?,
             kept_sums,
             addition: PartialSumChain::of(plan),
             is_grouped: plan.sums_within(),
-            rounds: (plan.recipe.step.shares / ranks) as u64,
-            buckets_written: 0,
-            buckets_grouped: 0,
-            buckets_swapped: 0,
-            buckets_summed: 0,
-            buckets_reported: 0,
+            pieces_written: 0,
+            pieces_grouped: 0,
+            pieces_swapped: 0,
+            pieces_summed: 0,
+            pieces_reported: 0,
         })
     }
 
-    /// By bucket, for the peers: the events after this rank's gradient is written, and after this rank has pulled theirs.
+    /// By piece, for the peers: the events after this rank's gradient is written, and after this rank has pulled theirs.
     pub(super) fn events(&self) -> (Vec<EventId>, Vec<EventId>) {
         (self.written.clone(), self.pulled.clone())
+    }
+
+    /// Changes to the order of `plan`, between two steps.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn reorder<D: Device>(&mut self, dev: &mut D, plan: &Plan) -> Result<()> {
+        self.order = ExchangeOrder::of(plan, self.pieces_written);
+        for events in [&mut self.written, &mut self.pulled, &mut self.summed] {
+            while events.len() < self.order.count() {
+                events.push(dev.event()?);
+            }
+        }
+        Ok(())
     }
 
     /// The memory that the peers' parts arrive in.
@@ -85,25 +98,32 @@ impl<D: Kernels + Peers> GradientPort<D> for PeerExchange<D::PeerHandle> {
 
     fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool> {
         let written = self.gradients.written[bucket];
-        let round = self.gradients.buckets_written / self.buckets();
+        let round = self.gradients.pieces_written / self.buckets();
         dev.record(written, Stream::Compute)?;
         if let Some(inter_node) = self.flat_sockets() {
             inter_node.send_grads(dev, bucket, round, written)?;
         }
-        self.gradients.buckets_written += 1;
-        self.context.progress.publish_written(self.context.rank);
-        self.context.pass()?;
+        self.publish_piece()?;
         self.swap_written(dev, grads).map(|()| false)
+    }
+
+    fn sum_range(&mut self, dev: &mut D, _grads: DeviceSlice, range: &Range<usize>, _partial_sum: usize) -> Result<bool> {
+        for _ in 0..self.gradients.order.ending_in(range) {
+            let (piece, _) = self.gradients.order.place_of(self.gradients.pieces_written);
+            dev.record(self.gradients.written[piece], Stream::Compute)?;
+            self.publish_piece()?;
+        }
+        Ok(false)
     }
 
     fn poll(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<Option<usize>> {
         // A rank that waited here for a failed peer would wait forever.
         self.context.check()?;
-        self.group_written(dev, grads, self.gradients.buckets_written)?;
+        self.group_written(dev, grads, self.gradients.pieces_written)?;
         loop {
-            if self.gradients.buckets_reported == self.gradients.buckets_summed {
+            if self.gradients.pieces_reported == self.gradients.pieces_summed {
                 // Leaves the host free for other work while the device is far behind.
-                let is_next = self.gradients.buckets_summed < self.gradients.buckets_written
+                let is_next = self.gradients.pieces_summed < self.gradients.pieces_written
                     && self.has_parts(dev)?
                     && dev.has_capacity(Stream::Reduce)?;
                 if !is_next {
@@ -111,22 +131,21 @@ impl<D: Kernels + Peers> GradientPort<D> for PeerExchange<D::PeerHandle> {
                 }
                 self.sum_next(dev, grads)?;
             }
-            let (bucket, round) = self.place_of(self.gradients.buckets_reported);
-            self.gradients.buckets_reported += 1;
-            if round + 1 == self.gradients.rounds {
-                return Ok(Some(bucket));
+            let whole = self.gradients.order.completed_by(self.gradients.pieces_reported);
+            self.gradients.pieces_reported += 1;
+            if whole.is_some() {
+                return Ok(whole);
             }
         }
     }
 
     fn is_summed(&self) -> bool {
-        self.gradients.buckets_reported == self.gradients.buckets_written
+        self.gradients.pieces_reported == self.gradients.pieces_written
     }
 
-    fn may_overwrite(&mut self, dev: &mut D, bucket: usize) -> Result<bool> {
-        let before_round = self.gradients.buckets_written.saturating_sub(1) / self.buckets() * self.buckets();
-        let needed = before_round + bucket as u64 + 1;
-        if self.gradients.buckets_summed < needed || !self.context.progress.all_pulled(needed) {
+    fn may_overwrite(&mut self, dev: &mut D, end: usize) -> Result<bool> {
+        let Some((piece, needed)) = self.gradients.order.last_exchange(self.gradients.pieces_written, end) else { return Ok(true) };
+        if self.gradients.pieces_summed < needed || !self.context.progress.all_pulled(needed) {
             return Ok(false);
         }
         // Exchanges over NCCL are already enqueued before any later work. Sockets are asked last, because they enqueue a wait once
@@ -134,10 +153,10 @@ impl<D: Kernels + Peers> GradientPort<D> for PeerExchange<D::PeerHandle> {
         if !self.tcp().map_or(Ok(true), |inter_node| inter_node.may_overwrite(dev))? {
             return Ok(false);
         }
-        // Waits for this bucket and those before it, but not for later sums.
-        dev.wait(Stream::Compute, self.gradients.summed[bucket])?;
+        // Waits for this piece and those before it, but not for later sums.
+        dev.wait(Stream::Compute, self.gradients.summed[piece])?;
         let mut local_ranks = self.context.progress.local_ranks().filter(|mate| *mate != self.context.rank);
-        local_ranks.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled[bucket]))?;
+        local_ranks.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled[piece]))?;
         Ok(true)
     }
 
@@ -162,9 +181,18 @@ impl<D: Kernels + Peers> GradientPort<D> for PeerExchange<D::PeerHandle> {
 }
 
 impl<C> PeerExchange<C> {
-    /// The bucket, and the round within its step, of the `nth` of all written buckets.
-    fn place_of(&self, nth: u64) -> (usize, u64) {
-        ((nth % self.buckets()) as usize, nth / self.buckets() % self.gradients.rounds)
+    /// Publishes that the next piece is written. Its event is recorded.
+    fn publish_piece(&mut self) -> Result<()> {
+        self.gradients.pieces_written += 1;
+        self.name_buckets(self.context.progress.pulled(self.context.rank));
+        self.context.progress.publish_written(self.context.rank);
+        self.context.pass()
+    }
+
+    /// Publishes which bucket is written, and which one is summed next when `pulled` pieces are pulled.
+    fn name_buckets(&self, pulled: u64) {
+        let bucket = |number| self.gradients.order.piece(self.gradients.order.place_of(number).0).bucket;
+        self.context.progress.name_buckets(self.context.rank, [self.gradients.pieces_written - 1, pulled].map(bucket));
     }
 
     /// The TCP transport, if each partial sum leaves separately.
@@ -175,13 +203,13 @@ impl<C> PeerExchange<C> {
     /// Whether all parts of the bucket that is summed next have arrived or are enqueued: every local rank has written it, and the parts
     /// from other processes have arrived.
     fn has_parts<D: Device>(&mut self, dev: &mut D) -> Result<bool> {
-        let next = self.gradients.buckets_summed;
+        let next = self.gradients.pieces_summed;
         let (bucket, round) = ((next % self.buckets()) as usize, next / self.buckets());
         let is_here =
-            if self.gradients.is_grouped { self.gradients.buckets_grouped > next } else { self.context.progress.all_written(next) };
+            if self.gradients.is_grouped { self.gradients.pieces_grouped > next } else { self.context.progress.all_written(next) };
         let has_come = match &mut self.inter_node {
             Some(InterNode::Tcp(inter_node)) => inter_node.serve(dev).and_then(|()| inter_node.has_grads(dev, bucket, round))?,
-            Some(InterNode::Nccl(_)) => self.gradients.buckets_swapped > next,
+            Some(InterNode::Nccl(_)) => self.gradients.pieces_swapped > next,
             Some(InterNode::Images) | None => true,
         };
         Ok(is_here && has_come)
@@ -191,13 +219,13 @@ impl<C> PeerExchange<C> {
     /// them. The sums are then sent.
     fn group_written<D: Kernels + Peers<PeerHandle = C>>(&mut self, dev: &mut D, grads: DeviceSlice, until: u64) -> Result<()> {
         while self.gradients.is_grouped
-            && self.gradients.buckets_grouped < until
-            && self.context.progress.all_written(self.gradients.buckets_grouped)
+            && self.gradients.pieces_grouped < until
+            && self.context.progress.all_written(self.gradients.pieces_grouped)
         {
             let (bucket, round) =
-                ((self.gradients.buckets_grouped % self.buckets()) as usize, self.gradients.buckets_grouped / self.buckets());
+                ((self.gradients.pieces_grouped % self.buckets()) as usize, self.gradients.pieces_grouped / self.buckets());
             self.sum_group(dev, grads, bucket)?;
-            self.gradients.buckets_grouped += 1;
+            self.gradients.pieces_grouped += 1;
             let grouped = self.gradients.summed[bucket];
             self.tcp().map_or(Ok(()), |inter_node| inter_node.send_grads(dev, bucket, round, grouped))?;
         }
@@ -228,22 +256,23 @@ impl<C> PeerExchange<C> {
         self.record_summed(dev, bucket)
     }
 
-    /// Enqueues the pull of the gradient of `mate` within `flat`, a slice of `bucket`; returns its destination.
-    fn pull_grads<D: Peers<PeerHandle = C>>(&self, dev: &mut D, mate: usize, bucket: usize, flat: &Range<usize>) -> Result<DeviceSlice> {
+    /// Enqueues the pull of the gradient of `mate` within `flat`, a slice of `piece`; returns its destination.
+    fn pull_grads<D: Peers<PeerHandle = C>>(&self, dev: &mut D, mate: usize, piece: usize, flat: &Range<usize>) -> Result<DeviceSlice> {
         let (peer, place) = (&self.peers[mate], self.staged(mate, flat.len()));
-        dev.wait_for(Stream::Reduce, mate, peer.written[bucket])?;
+        dev.wait_for(Stream::Reduce, mate, peer.written[piece])?;
         dev.pull(Stream::Reduce, mate, peer.memory.grads.slice(flat.start, flat.len()), place)?;
         Ok(place)
     }
 
-    fn publish_pulled<D: Device>(&self, dev: &mut D, bucket: usize) -> Result<()> {
-        dev.record(self.gradients.pulled[bucket], Stream::Reduce)?;
+    fn publish_pulled<D: Device>(&self, dev: &mut D, piece: usize) -> Result<()> {
+        dev.record(self.gradients.pulled[piece], Stream::Reduce)?;
+        self.name_buckets(self.context.progress.pulled(self.context.rank) + 1);
         self.context.progress.publish_pulled(self.context.rank);
         Ok(())
     }
 
-    fn record_summed<D: Device>(&mut self, dev: &mut D, bucket: usize) -> Result<()> {
-        self.gradients.last_summed = self.gradients.summed[bucket];
+    fn record_summed<D: Device>(&mut self, dev: &mut D, piece: usize) -> Result<()> {
+        self.gradients.last_summed = self.gradients.summed[piece];
         dev.record(self.gradients.last_summed, Stream::Reduce)
     }
 
@@ -264,18 +293,18 @@ impl<C> PeerExchange<C> {
     /// the one before if groups are summed here, so that the device computes while the group is summed. Sums that must come first wait for
     /// the other local ranks, and so does this function.
     fn swap_written<D: Kernels + Peers<PeerHandle = C>>(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<()> {
-        let is_last = self.gradients.buckets_written.is_multiple_of(self.buckets());
-        let until = self.gradients.buckets_written - u64::from(self.gradients.is_grouped && !is_last);
-        while matches!(self.inter_node, Some(InterNode::Nccl(_))) && self.gradients.buckets_swapped < until {
-            let next = self.gradients.buckets_swapped;
+        let is_last = self.gradients.pieces_written.is_multiple_of(self.buckets());
+        let until = self.gradients.pieces_written - u64::from(self.gradients.is_grouped && !is_last);
+        while matches!(self.inter_node, Some(InterNode::Nccl(_))) && self.gradients.pieces_swapped < until {
+            let next = self.gradients.pieces_swapped;
             let needed = if self.gradients.is_grouped { Some(next) } else { next.checked_sub(1) };
             self.wait_serving(dev, |progress| needed.is_none_or(|needed| progress.all_written(needed)))?;
             self.group_written(dev, grads, next + 1)?;
-            while self.gradients.buckets_summed < next {
+            while self.gradients.pieces_summed < next {
                 self.sum_next(dev, grads)?;
             }
             self.swap(dev, ((next % self.buckets()) as usize, next / self.buckets()))?;
-            self.gradients.buckets_swapped += 1;
+            self.gradients.pieces_swapped += 1;
         }
         Ok(())
     }
@@ -292,24 +321,24 @@ impl<C> PeerExchange<C> {
 
     /// Enqueues the next sum. All of its parts have arrived or are enqueued.
     fn sum_next<D: Kernels + Peers<PeerHandle = C>>(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<()> {
-        let (bucket, round) = self.place_of(self.gradients.buckets_summed);
-        self.sum(dev, grads, bucket, round)?;
-        self.gradients.buckets_summed += 1;
+        let (piece, round) = self.gradients.order.place_of(self.gradients.pieces_summed);
+        self.sum(dev, grads, piece, round)?;
+        self.gradients.pieces_summed += 1;
         Ok(())
     }
 
     /// Enqueues the sum of one round's parts of this rank's slice, in the order of ranks, which is the order of partial sums.
-    fn sum<D: Kernels + Peers<PeerHandle = C>>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize, round: u64) -> Result<()> {
-        let (flat, local) = (self.slices.global(bucket), self.slices.local(bucket));
+    fn sum<D: Kernels + Peers<PeerHandle = C>>(&mut self, dev: &mut D, grads: DeviceSlice, piece: usize, round: usize) -> Result<()> {
+        let (flat, local) = self.own_part(piece);
         let (mut parts, mut count) = ([grads.slice(flat.start, flat.len()); PARTS_MAX], 0);
         let (local_ranks, own) = (self.context.progress.local_ranks(), self.context.rank);
-        dev.wait(Stream::Reduce, self.gradients.written[bucket])?;
+        dev.wait(Stream::Reduce, self.gradients.written[piece])?;
         for rank in 0..self.peers.len() {
             if self.gradients.is_grouped && self.relay_of(rank) != own {
                 continue;
             }
             if rank != own && local_ranks.contains(&rank) {
-                parts[count] = self.pull_grads(dev, rank, bucket, &flat)?;
+                parts[count] = self.pull_grads(dev, rank, piece, &flat)?;
             } else if rank != own {
                 parts[count] = self.staged(rank, flat.len());
                 match &mut self.inter_node {
@@ -324,17 +353,25 @@ impl<C> PeerExchange<C> {
             count += 1;
         }
         if !self.gradients.is_grouped {
-            self.publish_pulled(dev, bucket)?;
+            self.publish_pulled(dev, piece)?;
         }
         if let Some(InterNode::Nccl(nccl)) = &self.inter_node {
             nccl.wait(dev, Stream::Reduce)?;
         }
-        let sums = self.gradients.sums.slice(local.start * self.gradients.kept_sums, local.len() * self.gradients.kept_sums);
+        let sums = self.own.sums.slice(local * self.gradients.kept_sums, flat.len() * self.gradients.kept_sums);
         let (addition, out) = (
             if self.gradients.is_grouped { self.gradients.addition.of_groups() } else { self.gradients.addition },
-            GradientPort::<D>::own_grads(self, grads, &flat, local.start),
+            GradientPort::<D>::own_grads(self, grads, &flat, local),
         );
-        addition.add(dev, Stream::Reduce, (round as usize * count, &parts[..count]), KeptSums::of(sums, local.len()), out)?;
-        self.record_summed(dev, bucket)
+        addition.add(dev, Stream::Reduce, (round * count, &parts[..count]), KeptSums::of(sums, flat.len()), out)?;
+        self.record_summed(dev, piece)
+    }
+
+    /// The part of `piece` that this rank owns, and its first element in the local order.
+    fn own_part(&self, piece: usize) -> (Range<usize>, usize) {
+        let BucketPart { bucket, flat } = self.gradients.order.piece(piece);
+        let part = self.slices.within(self.context.rank, *bucket, flat);
+        let local = self.slices.local(*bucket).start + part.start - self.slices.global(*bucket).start;
+        (part, local)
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::bucket::slices::Slices;
 use crate::device::{Device, DeviceSlice, Lease};
+use crate::dtype::Dtype;
 use crate::engine::ranks::shards::Shards;
 use crate::error::Result;
 use crate::planner::plan::Plan;
@@ -15,6 +16,8 @@ pub(super) struct SliceMemory {
     /// first element in the local order.
     pub(super) kept: DeviceSlice,
     pub(super) kept_from: usize,
+    /// fp32 sums so far of the elements that this rank owns, in its local order, if a step has several rounds.
+    pub(super) sums: DeviceSlice,
 }
 
 impl SliceMemory {
@@ -25,6 +28,7 @@ impl SliceMemory {
             ringed_elems: plan.placement.rings.weights.map_or(0, |ring| ring.ringed_elems),
             kept: lease.alloc(dev, "gradient slices", kept.len(), plan.recipe.numerics.dtype)?,
             kept_from: kept.start,
+            sums: lease.alloc_flat(dev, "gradient sums", slices.elems() * plan.kept_sums(), Dtype::Float32, plan.placement.rings.sums)?,
         })
     }
 }
