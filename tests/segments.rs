@@ -3,7 +3,7 @@
 
 use crate::exactness::{Kind, seeds};
 use crate::program::{CONFIG, Workspace, program, run as run_program};
-use crate::support::{Noise, digest, load, random_params, settings, tiny_llama};
+use crate::support::{Noise, digest, load, random_params, settings, start, tiny_llama};
 use superoffload::internals::data::{Batch, Batches};
 use superoffload::internals::device::Kernels;
 use superoffload::internals::engine::{Counts, Engine};
@@ -284,6 +284,27 @@ fn an_order_without_segments_is_refused_with_a_remedy() {
         assert!(message.starts_with("--layer-order segments:2,1 ") && message.contains(words), "{message}");
         assert!(message.ends_with("or --layer-order whole"), "{message}");
     }
+}
+
+/// The spans of visits on a timeline of one step.
+fn visits(order: &str) -> Vec<(&'static str, u32)> {
+    let shape = tiny_llama(3, 32, 64, false);
+    let lines = format!("layer-order = \"{order}\"\ngradient-accumulation-steps = 2\nseed = 5\nseq-length = 8\nmax-steps = 9");
+    let plan = Plan::new(&settings(&lines).request(&shape), &Machine::cpu(2), true).unwrap();
+    let mut engine = start(&plan, &shape, random_params(5));
+    engine.step(1e-2, &mut Text(Noise::new(5, shape.vocab))).unwrap();
+    engine.flush().unwrap();
+    let tracks = engine.finish().unwrap();
+    let driver = tracks.iter().find(|track| track.track == "driver").unwrap();
+    driver.spans().iter().map(|span| (span.name, span.index)).filter(|(name, _)| name.starts_with("segment")).collect()
+}
+
+#[test]
+fn each_visit_of_the_timeline_names_its_segment() {
+    let twice = |name, segment| [(name, segment); 2];
+    let expected = [("segment forward", 0), ("segment turn", 1), ("segment backward", 0)].map(|(name, segment)| twice(name, segment));
+    assert_eq!(visits("segments:2,1"), expected.concat());
+    assert!(visits("whole").is_empty());
 }
 
 #[test]

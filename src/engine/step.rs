@@ -139,12 +139,13 @@ impl<D: Kernels> Engine<D> {
     fn pass_and_validate(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
         self.idle.reset();
         for visit in self.plan.placement.segments.visits(self.plan.micro_batches_of_rank()) {
-            let micro = self.micro_step(visit.micro_batch, data);
+            let (micro, start) = (self.micro_step(visit.micro_batch, data), self.dev.now_ns());
             match visit.kind {
                 VisitKind::Forward => self.visit_forward(visit)?,
                 VisitKind::Turn => self.turn(visit, micro, learning_rate)?,
                 VisitKind::Backward => self.visit_backward(visit, micro)?,
             }
+            self.visit_span(visit, start);
         }
         self.end_report()?;
         self.validate(learning_rate)

@@ -17,6 +17,18 @@ impl<D: Kernels> Engine<D> {
         !self.plan.placement.segments.is_whole()
     }
 
+    /// Records a visit on the driver's track of the timeline, with the index of its segment, if a step consists of several segments.
+    pub(super) fn visit_span(&mut self, visit: Visit, start_ns: u64) {
+        let name = match visit.kind {
+            VisitKind::Forward => "segment forward",
+            VisitKind::Turn => "segment turn",
+            VisitKind::Backward => "segment backward",
+        };
+        if self.has_segments() {
+            self.driver_span(name, visit.segment as u32, start_ns);
+        }
+    }
+
     /// A segment below the turn takes a micro-batch forward.
     pub(super) fn visit_forward(&mut self, visit: Visit) -> Result<()> {
         let Visit { segment, micro_batch, .. } = visit;
