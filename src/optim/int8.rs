@@ -41,6 +41,11 @@ pub struct MomentGroup {
     pub(crate) exponents: [u8; GROUP / BLOCK],
 }
 
+impl MomentGroup {
+    /// Elements of a group.
+    pub const ELEMS: usize = GROUP;
+}
+
 /// Bits of a value below those of its code.
 pub(crate) const DROPPED: u32 = 20;
 

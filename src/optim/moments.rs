@@ -30,7 +30,7 @@ impl Moments {
     /// Largest beta1 with moments in this format. First moments are rounded to nearest. In bfloat16 they stay within 1.3 % of float32 moments
     /// up to 0.99 when gradients become ten times smaller; with 0.999 they are three times too large. In 8 bits, with 4 bits of significand,
     /// a rounded moment no longer moves from 0.944 on.
-    pub(crate) const fn beta1_max(self) -> f64 {
+    pub const fn beta1_max(self) -> f64 {
         match self {
             Self::Float32 => 1.0,
             Self::Bfloat16 => 0.99,

@@ -43,27 +43,6 @@ def refuse_switches(**switches: Any) -> None:
         refuse_unless(not value, f"{name}=True is not offered: use torch.optim.AdamW for it")
 
 
-def check_saved_groups(groups: list[dict[str, Any]]) -> None:
-    for group in groups:
-        if missing := [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]:
-            raise ValueError(f"load_state_dict: a parameter group lacks {', '.join(missing)}: it is not AdamW's")
-        check_group(group)
-
-
-def check_saved_state(index: int, param: torch.Tensor, saved: dict[str, Any], arrays: tuple[str, ...]) -> None:
-    """Check that the saved state has the step and both moments, and that those of `arrays` that are present have the parameter's shape."""
-    if missing := [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in saved]:
-        raise ValueError(f"load_state_dict: the state of parameter {index} lacks {', '.join(missing)}: it is not AdamW's")
-    for key in (key for key in arrays if key in saved):
-        if saved[key].shape != param.shape:
-            raise ValueError(f"load_state_dict: {key} of parameter {index} is {list(saved[key].shape)}, the parameter {list(param.shape)}")
-        if is_sharded(saved[key]) != is_sharded(param):
-            raise ValueError(
-                f"load_state_dict: {key} of parameter {index} is a {type(saved[key]).__name__}, the parameter a {type(param).__name__}: "
-                "load it by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-            )
-
-
 def check_param(index: int, param: torch.Tensor) -> None:
     """Check that the parameter is dense, has a supported format, and is a plain tensor or a `DTensor`. The optimizer checks the device."""
     where = f"parameter {index}"

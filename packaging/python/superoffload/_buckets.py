@@ -11,12 +11,13 @@ import torch
 
 from ._adamw import FORMATS, _cpu_adam, flat, step_count
 from ._edits import sampled
-from ._link import host_array
+from ._link import host_zeros
+from ._moments import KEYS, Packed, Plain
 
 ALIGN = 64
 
-ARRAYS = ("exp_avg", "exp_avg_sq", "param")
-"""Names of the arrays in a parameter's state."""
+MASTERS = Plain("float32", torch.float32)
+"""Format of the float32 weights."""
 
 GONE = (
     "this gradient was moved to the CPU: OffloadAdamW clips in step() by its max_grad_norm, so leave out GradScaler and any other code that reads "
@@ -65,6 +66,8 @@ class Member:
     index: int
     group: int
     param: torch.Tensor
+    first: int
+    """Offset of the first element in the flat order."""
     parts: list[Part] = field(default_factory=list)
     micro_steps: int = 0
     """Number of backward passes since the last step that produced a gradient."""
@@ -123,12 +126,13 @@ class Part:
         """Return a view of this part's elements in memory with the bucket's layout."""
         return room[self.offset : self.offset + self.weights.nbytes].view(self.weights.dtype)
 
-    def given(self, state: dict[str, torch.Tensor], slot: torch.Tensor, stage: torch.Tensor | None) -> tuple[Any, ...]:
+    def given(self, state: dict[str, torch.Tensor], moments: str, slot: torch.Tensor, stage: torch.Tensor | None) -> tuple[Any, ...]:
         """Return the part as the extension module expects it."""
-        arrays = [state[key].data_ptr() + 4 * self.start for key in ("param", "exp_avg", "exp_avg_sq")]
+        arrays = [state["param"].data_ptr() + 4 * self.start]
+        arrays += [state[key].data_ptr() + _cpu_adam.moment_bytes(moments, self.start) for key in KEYS]
         at = [0 if room is None else room.data_ptr() + self.offset for room in (slot, stage)]
-        formats = ("float32", *2 * (FORMATS[self.weights.dtype],))
-        return self.member.index, (*arrays, *at), formats, self.stop - self.start, self.start, self.member.number, self.member.group
+        formats, first = (moments, *2 * (FORMATS[self.weights.dtype],)), self.member.first + self.start
+        return self.member.index, (*arrays, *at), formats, self.stop - self.start, first, self.member.number, self.member.group
 
 
 @dataclass(eq=False)
@@ -205,18 +209,27 @@ def cut(members: list[Member], size: int) -> list[Bucket]:
     return buckets
 
 
-def new_state(param: torch.Tensor) -> dict[str, torch.Tensor]:
+def arrays_of(moments: Plain | Packed) -> dict[str, Plain | Packed]:
+    """Return the names of the arrays in a parameter's state with their formats."""
+    return {**dict.fromkeys(KEYS, moments), "param": MASTERS}
+
+
+def _new_array(param: torch.Tensor, array: Plain | Packed) -> torch.Tensor:
+    return array.shaped(param, host_zeros(array.count(param), array.dtype))
+
+
+def new_state(param: torch.Tensor, moments: Plain | Packed) -> dict[str, torch.Tensor]:
     """Return the state of a parameter before its first step."""
-    state = {key: host_array(param) for key in ARRAYS}
+    state = {key: _new_array(param, array) for key, array in arrays_of(moments).items()}
     # The conversion to float32 runs on the host, because the device has no memory for it.
     state["param"].copy_(param.detach().to("cpu"))
     return {"step": step_count(), **state}
 
 
-def own_arrays(state: dict[str, torch.Tensor], param: torch.Tensor) -> None:
+def own_arrays(state: dict[str, torch.Tensor], param: torch.Tensor, moments: Plain | Packed) -> None:
     """Copy the state, one array after the other, into memory like that of `new_state`."""
-    for key in ARRAYS:
-        state[key] = host_array(param).copy_(state[key])
+    for key, array in arrays_of(moments).items():
+        state[key] = _new_array(param, array).copy_(state[key])
 
 
 def take_changes(master: torch.Tensor, param: torch.Tensor) -> None:

@@ -21,20 +21,18 @@ def link_to(device: torch.device) -> CudaLink | PlainLink:
     return CudaLink(device) if device.type == "cuda" else PlainLink()
 
 
-def host_array(param: torch.Tensor) -> torch.Tensor:
-    """Return float32 zeros in the layout of `param`, on huge pages if the array is large. Not pinned, because only the CPU accesses it."""
-    size = 4 * param.numel()
+def host_zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a flat array of zeros, on huge pages if it is large. Not pinned, because only the CPU accesses it."""
+    size = count * dtype.itemsize
     if size < HUGE_FROM_BYTES:
-        zeros = torch.zeros(param.numel(), dtype=torch.float32, device="cpu")
-    else:
-        room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A kernel without huge pages rejects the advice; the array then uses small pages.
-        with contextlib.suppress(OSError):
-            room.madvise(mmap.MADV_HUGEPAGE)
-        # With forked data loader workers, each write would copy a page, and memory would double.
-        room.madvise(mmap.MADV_DONTFORK)
-        zeros = torch.frombuffer(room, dtype=torch.float32)
-    return zeros.as_strided(param.shape, param.stride())
+        return torch.zeros(count, dtype=dtype, device="cpu")
+    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A kernel without huge pages rejects the advice; the array then uses small pages.
+    with contextlib.suppress(OSError):
+        room.madvise(mmap.MADV_HUGEPAGE)
+    # With forked data loader workers, each write would copy a page, and memory would double.
+    room.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(room, dtype=dtype)
 
 
 class CudaLink:

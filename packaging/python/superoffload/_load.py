@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ._adamw import check_saved_groups, local
+from ._adamw import check_group, is_sharded, local
+from ._moments import KEYS, check_beta1, has_shape
 
 LIVE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """All live optimizers of this package in this process."""
@@ -23,7 +24,7 @@ def load_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], par
 
     # `take` runs as the last pre-hook, and the lambda below as the first post-hook.
     def take(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
-        check_saved_groups(saved["param_groups"])
+        check_saved_groups(saved["param_groups"], optimizer.moments)
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         # Storage of other optimizers must be copied.
         seen = _in_use()
@@ -43,6 +44,28 @@ def load_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], par
     finally:
         for handle in handles:
             handle.remove()
+
+
+def check_saved_groups(groups: list[dict[str, Any]], moments: str) -> None:
+    for group in groups:
+        if missing := [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]:
+            raise ValueError(f"load_state_dict: a parameter group lacks {', '.join(missing)}: it is not AdamW's")
+        check_group(group)
+        check_beta1(group, moments)
+
+
+def check_saved_state(index: int, param: torch.Tensor, saved: dict[str, Any], arrays: tuple[str, ...]) -> None:
+    """Check that the saved state has the step and both moments, and that those of `arrays` that are present have the parameter's shape."""
+    if missing := [key for key in ("step", *KEYS) if key not in saved]:
+        raise ValueError(f"load_state_dict: the state of parameter {index} lacks {', '.join(missing)}: it is not AdamW's")
+    for key in (key for key in arrays if key in saved):
+        if not (has_shape(param, saved[key]) if key in KEYS else saved[key].shape == param.shape):
+            raise ValueError(f"load_state_dict: {key} of parameter {index} is {list(saved[key].shape)}, the parameter {list(param.shape)}")
+        if is_sharded(saved[key]) != is_sharded(param):
+            raise ValueError(
+                f"load_state_dict: {key} of parameter {index} is a {type(saved[key]).__name__}, the parameter a {type(param).__name__}: "
+                "load it by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            )
 
 
 def _in_use() -> set[int]:

@@ -20,7 +20,6 @@ from ._adamw import (
     check_group,
     check_isa,
     check_param,
-    check_saved_state,
     flat,
     hyper,
     in_layout_of,
@@ -30,11 +29,12 @@ from ._adamw import (
     step_count,
     taken,
 )
-from ._buckets import ALIGN, ARRAYS, Bucket, Gone, Member, Part, Pending, Stage, cut, new_state, own_arrays, take_changes
+from ._buckets import ALIGN, Bucket, Gone, Member, Part, Pending, Stage, cut, new_state, own_arrays, take_changes
 from ._edits import ADVICE, Seen
 from ._hooks import Hold, hold, leave, on_gradient, remove
 from ._link import link_to
-from ._load import LIVE, load_state
+from ._load import LIVE, check_saved_state, load_state
+from ._moments import FORMATS, KEYS, check_beta1, format_of
 from ._shards import is_partitioned, ranks
 
 STAGES = 3
@@ -109,6 +109,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         betas: Coefficients of the running averages of the gradient and of its square.
         eps: Term added to the denominator.
         weight_decay: Decoupled weight decay.
+        moments: Format of both moments in the state: "float32", "bfloat16", or "int8", which has groups of 128 elements in 132 bytes.
+        masters: Format of the float32 weights. Only "float32" is supported.
         max_grad_norm: Clip the norm of all gradients to this value in `step`. None or 0 disables clipping.
         accumulation_steps: Number of backward passes before each `step`.
         bucket_mib: Size in MiB of a bucket, the unit of copies and updates.
@@ -132,6 +134,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
+        moments: str = "float32",
+        masters: str = "float32",
         max_grad_norm: float | None = 1.0,
         accumulation_steps: int = 1,
         bucket_mib: float = 64,
@@ -149,9 +153,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         refuse_unless(accumulation_steps >= 1, f"accumulation_steps must be at least 1, not {accumulation_steps}")
         refuse_unless(1 / 64 <= bucket_mib <= 4096, f"bucket_mib must be from 1/64 to 4096, not {bucket_mib}")
         refuse_unless(threads is None or threads >= 1, f"threads must be at least 1, not {threads}; None uses all threads of torch except two")
+        format_of(moments, masters)
         check_isa(isa)
         _refuse_ranks()
-        self.max_grad_norm, self.accumulation_steps, self.isa = max_grad_norm, accumulation_steps, isa
+        self.moments, self.max_grad_norm, self.accumulation_steps, self.isa = moments, max_grad_norm, accumulation_steps, isa
         self.speculate = speculate
         # With accelerate: whether the present backward pass is the last one before `step`.
         self._is_last_pass: Callable[[], bool] | None = None
@@ -159,6 +164,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         self.last: OffloadStep | None = None
         self._bucket_bytes = int(bucket_mib * 2**20) // ALIGN * ALIGN
         self._members: list[Member] = []
+        # Number of elements of all members in the flat order.
+        self._elems = 0
         self._buckets: list[Bucket] = []
         self._held_by_forward: set[Bucket] = set()
         self._round: _Round | None = None
@@ -187,15 +194,23 @@ class OffloadAdamW(torch.optim.Optimizer):
         why = "add_param_group: gradients of the coming step have already been copied to the CPU: call step() or zero_grad() first"
         refuse_unless(self._round is None, why)
         super().add_param_group(param_group)
-        group, first = len(self.param_groups) - 1, len(self._members)
-        members = [Member(index, group, param) for index, param in enumerate(self.param_groups[-1]["params"], first)]
+        group, first, elems = len(self.param_groups) - 1, len(self._members), self._elems
+        members = [Member(index, group, param, self._place(param)) for index, param in enumerate(self.param_groups[-1]["params"], first)]
         try:
             check_group(self.param_groups[-1])
+            check_beta1(self.param_groups[-1], self.moments)
             self._admit([member for member in members if member.param.requires_grad])
         except ValueError:
             self.param_groups.pop()
+            self._elems = elems
             raise
         self._members += members
+
+    def _place(self, param: torch.Tensor) -> int:
+        """Return the offset of the parameter's first element in the flat order, behind the parameters before it."""
+        first = FORMATS[self.moments].first(self._elems)
+        self._elems = first + param.numel()
+        return first
 
     def _admit(self, members: list[Member]) -> None:
         """Give trainable parameters their buckets and hooks. A frozen parameter has neither; `step` admits it if it is trained later."""
@@ -328,9 +343,18 @@ class OffloadAdamW(torch.optim.Optimizer):
         A saved float32 weight is used if it rounds to the parameter's value at the next step; otherwise the parameter's value is used. Arrays of
         `state_dict` are copied at that step, one after the other. If you drop `state_dict` before, loading needs no memory besides the state.
         """
-        load_state(self, state_dict, [member.param for member in self._members], _loaded)
+        load_state(self, state_dict, [member.param for member in self._members], self._loaded)
         for member in self._members:
             member.version, member.borrows = None, True
+
+    def _loaded(self, index: int, param: torch.Tensor, saved: dict[str, Any], seen: set[int]) -> dict[str, torch.Tensor]:
+        """Return a parameter's state. Without saved float32 weights, the parameter's value is used."""
+        # CPUAdamW calls the float32 weights "master_param".
+        master = "param" if "param" in saved else "master_param"
+        check_saved_state(index, param, saved, (*KEYS, master))
+        arrays = {key: FORMATS[self.moments].taken(key, param, saved[key], seen) for key in KEYS}
+        arrays["param"] = taken(param, saved.get(master, param.detach()), torch.float32, seen)
+        return {"step": step_count(saved["step"]), **arrays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Torch calls this to install a loaded state, after its checks."""
@@ -404,7 +428,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     def _state_of(self, member: Member) -> dict[str, torch.Tensor]:
         state = self.state[member.param]
         if "step" not in state:
-            state.update(new_state(member.param))
+            state.update(new_state(member.param, FORMATS[self.moments]))
         elif member.param._version != member.version:
             self._take_changes(member)
         return state
@@ -414,7 +438,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         state = self.state[member.param]
         self._settle_all(part.bucket for part in member.parts)
         if member.borrows:
-            own_arrays(state, member.param)
+            own_arrays(state, member.param, FORMATS[self.moments])
             member.borrows = False
         take_changes(state["param"], member.param)
 
@@ -632,7 +656,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             raise self._failure
 
     def _update(self, bucket: Bucket, parts: list[Part], groups: list[tuple[float, ...]], stage: torch.Tensor | None) -> Any:
-        given = [part.given(self.state[part.member.param], bucket.slot, stage) for part in parts]
+        given = [part.given(self.state[part.member.param], self.moments, bucket.slot, stage) for part in parts]
         return _cpu_adam.Update(given, groups, self.threads, self.isa)
 
 
@@ -695,13 +719,3 @@ def _check_untouched(member: Member) -> None:
 def _check_address(member: Member) -> None:
     if member.param.data_ptr() != member.address:
         raise RuntimeError(f"parameter {member.index} has moved in memory: move and cast the model before the optimizer is made")
-
-
-def _loaded(index: int, param: torch.Tensor, saved: dict[str, Any], seen: set[int]) -> dict[str, torch.Tensor]:
-    """Return a parameter's state. Without saved float32 weights, the parameter's value is used."""
-    names = {key: key for key in ARRAYS}
-    # CPUAdamW calls the float32 weights "master_param".
-    names["param"] = "param" if "param" in saved else "master_param"
-    check_saved_state(index, param, saved, tuple(names.values()))
-    sources = {key: saved.get(name, param.detach()) for key, name in names.items()}
-    return {"step": step_count(saved["step"]), **{key: taken(param, source, torch.float32, seen) for key, source in sources.items()}}

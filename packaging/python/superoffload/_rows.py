@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from ._adamw import FORMATS, _cpu_adam, check_param, in_layout_of, is_sharded, local, step_count
+from ._moments import KEYS, Packed, Plain
 
 MASTER = "master_param"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTERS = Plain("float32", torch.float32)
 
 
 def check_cpu_param(index: int, param: torch.Tensor) -> None:
@@ -23,7 +24,7 @@ class Row:
 
     __slots__ = ("param", "own", "place", "moments", "state", "addresses", "exp_avg", "exp_avg_sq", "master", "count")
 
-    def __init__(self, place: tuple[int, int, int], param: torch.Tensor, state: dict[str, Any], moments: torch.dtype) -> None:
+    def __init__(self, place: tuple[int, int, int], param: torch.Tensor, state: dict[str, Any], moments: Plain | Packed) -> None:
         """Create missing state and check the state. `place` has the parameter's index, the offset of its first element in the flat order, and the
         number of its group."""
         self.place, self.param, self.moments = place, param, moments
@@ -31,23 +32,21 @@ class Row:
         check_cpu_param(index, param)
         self.own = local(param)
         self.count = state["step"] = _count(state.get("step"))
-        for key in MOMENTS:
+        moments.check_param(index, param)
+        for key in KEYS:
             if key not in state:
-                state[key] = torch.zeros_like(param, dtype=moments, requires_grad=False)
-            self._check(key, state[key], moments)
+                state[key] = moments.zeros(param)
+            self._check(key, moments.flaw(self.own, state[key]))
         if param.dtype != torch.float32 and MASTER not in state:
             state[MASTER] = param.detach().to(torch.float32, copy=True)
-        self.exp_avg, self.exp_avg_sq, self.master = (state.get(key) for key in (*MOMENTS, MASTER))
+        self.exp_avg, self.exp_avg_sq, self.master = (state.get(key) for key in (*KEYS, MASTER))
         if param.dtype != torch.float32:
-            self._check(MASTER, self.master, torch.float32)
+            self._check(MASTER, MASTERS.flaw(self.own, self.master))
         self.addresses = self._addresses()
 
-    def _check(self, key: str, array: torch.Tensor, dtype: torch.dtype) -> None:
-        there = local(array)
-        if array.dtype != dtype or there.shape != self.own.shape or there.device.type != "cpu" or in_layout_of(self.own, there) is not there:
-            shape, strides = list(self.own.shape), list(self.own.stride())
-            why = f"it must be {dtype}, on the CPU, of shape {shape} and strides {strides}"
-            raise ValueError(f"{key} of parameter {self.place[0]} was changed: {why}")
+    def _check(self, key: str, flaw: str | None) -> None:
+        if flaw:
+            raise ValueError(f"{key} of parameter {self.place[0]} was changed: it must be {flaw}")
 
     def _addresses(self) -> tuple[int, ...]:
         own, exp_avg, exp_avg_sq, count = self.own, self.exp_avg, self.exp_avg_sq, self.count
@@ -72,7 +71,7 @@ class Row:
     def given(self) -> tuple[Any, ...]:
         """Return the row as the extension module expects it."""
         index, first, group = self.place
-        return index, self.addresses, (FORMATS[self.moments], FORMATS[self.param.dtype]), self.own.numel(), first, group
+        return index, self.addresses, (self.moments.name, FORMATS[self.param.dtype]), self.own.numel(), first, group
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the gradient's elements in the memory layout of the parameter."""

@@ -116,7 +116,14 @@ def _truth(word: str) -> bool:
     return word.lower() in ("true", "1")
 
 
-OPTIM_ARGS: dict[str, Callable[[str], Any]] = {"bucket_mib": float, "speculate": _truth, "threads": int, "isa": str}
+OPTIM_ARGS: dict[str, Callable[[str], Any]] = {
+    "bucket_mib": float,
+    "speculate": _truth,
+    "moments": str,
+    "masters": str,
+    "threads": int,
+    "isa": str,
+}
 
 
 def _optim_args(text: str) -> dict[str, Any]:

@@ -24,8 +24,6 @@ from ._adamw import (
     check_apart,
     check_group,
     check_isa,
-    check_saved_groups,
-    check_saved_state,
     hyper,
     local,
     refuse_switches,
@@ -33,15 +31,14 @@ from ._adamw import (
     step_count,
     taken,
 )
-from ._load import LIVE, load_state
+from ._load import LIVE, check_saved_state, load_state
+from ._moments import FORMATS, KEYS, check_beta1, format_of
 from ._offload import OffloadAdamW, OffloadStep
 from ._rows import MASTER, Batch, Row, check_cpu_param
 from ._shards import GRADIENT_CLIPPING, check_norm_group, check_partitioned, groups_of, is_partitioned, over_ranks, refuse_partitioned
 from ._trainer import SuperOffloadTrainerMixin, register_optim
 
 __all__ = ["CPUAdamW", "LastStep", "OffloadAdamW", "OffloadStep", "SuperOffloadTrainerMixin", "follow_accelerator", "register_optim"]
-
-MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class LastStep(NamedTuple):
@@ -69,7 +66,9 @@ class CPUAdamW(torch.optim.Optimizer):
         betas: Coefficients of the running averages of the gradient and of its square.
         eps: Term added to the denominator.
         weight_decay: Decoupled weight decay.
-        moments: Format of both moments in the state, "float32" or "bfloat16".
+        moments: Format of both moments in the state: "float32", "bfloat16", or "int8", which has groups of 128 elements in 132 bytes. With "int8"
+            the moments of a parameter are a flat array of bytes, and `DTensor`s are refused.
+        masters: Format of the float32 weights. Only "float32" is supported.
         max_grad_norm: Clip the norm of all gradients to this value in `step`, and skip a step whose gradients are not finite. `last` has the norm
             and the clip factor. None disables clipping and the check for finite gradients.
         norm_group: Needed with `max_grad_norm`, plain parameters and several ranks: the process group over which the parameters are sharded, or
@@ -100,6 +99,7 @@ class CPUAdamW(torch.optim.Optimizer):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
         moments: str = "float32",
+        masters: str = "float32",
         max_grad_norm: float | None = None,
         norm_group: Any = "auto",
         threads: int | None = None,
@@ -112,8 +112,8 @@ class CPUAdamW(torch.optim.Optimizer):
     ) -> None:
         refuse_switches(amsgrad=amsgrad, capturable=capturable, maximize=maximize, differentiable=differentiable)
         refuse_unless(adamw_mode, "adamw_mode=False (weight decay added to gradients) is not supported: use torch.optim.Adam, or leave it out")
-        refuse_unless(fp32_optimizer_states, "fp32_optimizer_states=False is not supported: moments='bfloat16' stores moments in 16 bits")
-        refuse_unless(moments in MOMENTS, f"moments must be 'float32' or 'bfloat16', not {moments!r}")
+        refuse_unless(fp32_optimizer_states, "fp32_optimizer_states=False is not supported: moments='bfloat16' stores moments in 16 bits, 'int8' in 8")
+        format_of(moments, masters)
         refuse_unless(threads is None or threads >= 1, f"threads must be at least 1, not {threads}; None takes torch.get_num_threads()")
         refuse_unless(max_grad_norm is None or max_grad_norm > 0, f"max_grad_norm must be above 0, not {max_grad_norm}; None does not clip")
         check_isa(isa)
@@ -144,10 +144,12 @@ class CPUAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
+            check_beta1(self.param_groups[-1], self.moments)
             check_partitioned(self._params(), self.max_grad_norm)
             trained = [(index, param) for index, param in enumerate(self._params()) if param.requires_grad and not is_partitioned(param)]
             for index, param in trained:
                 check_cpu_param(index, param)
+                FORMATS[self.moments].check_param(index, param)
             check_apart([local(param) for _, param in trained])
             self._groups_of_all()
         except ValueError:
@@ -199,13 +201,14 @@ class CPUAdamW(torch.optim.Optimizer):
 
     def _with_gradients(self) -> list[Row]:
         """Return the parameters to step, in the flat order."""
-        stepped, index, first = [], 0, 0
+        stepped, index, first, moments = [], 0, 0, FORMATS[self.moments]
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
+                first = moments.first(first)
                 if param.grad is not None:
                     row, state, place = self._rows.get(index), self.state[param], (index, first, number)
                     if row is None or not row.holds(place, param, state):
-                        row = self._rows[index] = Row(place, param, state, MOMENTS[self.moments])
+                        row = self._rows[index] = Row(place, param, state, moments)
                     stepped.append(row)
                 first += local(param).numel()
                 index += 1
@@ -248,10 +251,10 @@ class CPUAdamW(torch.optim.Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _loaded(self, index: int, param: torch.Tensor, saved: dict[str, Any], seen: set[int]) -> dict[str, Any]:
-        formats = {key: (key, MOMENTS[self.moments]) for key in ("exp_avg", "exp_avg_sq")}
-        if param.dtype != torch.float32:
-            # OffloadAdamW calls the float32 weights "param".
-            formats[MASTER] = (MASTER if MASTER in saved else "param", torch.float32)
-        check_saved_state(index, param, saved, tuple(name for name, _ in formats.values()))
-        arrays = {key: taken(param, saved[name], dtype, seen) for key, (name, dtype) in formats.items() if name in saved}
+        # OffloadAdamW calls the float32 weights "param".
+        master = MASTER if MASTER in saved else "param"
+        check_saved_state(index, param, saved, KEYS if param.dtype == torch.float32 else (*KEYS, master))
+        arrays = {key: FORMATS[self.moments].taken(key, param, saved[key], seen) for key in KEYS}
+        if param.dtype != torch.float32 and master in saved:
+            arrays[MASTER] = taken(param, saved[master], torch.float32, seen)
         return {"step": step_count(saved["step"]), **arrays}

@@ -122,6 +122,13 @@ class Exactness(unittest.TestCase):
                     same = last.grad_norm == other.grad_norm or math.isnan(last.grad_norm)
                     self.assertTrue(same and (last.clip, last.verdict == "skip") == (other.clip, other.skipped))
 
+    def test_every_format_of_moments_has_the_digest_of_cpu_adamw(self):
+        for moments in ("bfloat16", "int8"):
+            want, _ = run(lambda own, moments=moments: on_cpu(own, moments=moments), dtype=torch.bfloat16)
+            for settings in ({}, {"bucket_mib": 64}, {"speculate": False}, {"threads": 3, "isa": "scalar"}):
+                settings = {"moments": moments, **settings}
+                self.assertEqual(run(lambda own, settings=settings: offload(own, **settings), dtype=torch.bfloat16)[0], want, settings)
+
     def test_threads_and_instruction_sets_change_no_bit(self):
         want, _ = run(lambda own: offload(own, threads=1, isa="scalar"), steps=23, dtype=torch.bfloat16)
         for isa in ["auto", *_cpu_adam.instruction_sets()]:
@@ -631,6 +638,15 @@ class States(unittest.TestCase):
                 self.assertEqual(bits(one), bits(two), (dtype, source))
                 self.assertEqual(two.param_groups[0]["betas"], HYPER["betas"])
 
+    def test_a_state_in_8_bits_goes_on_to_the_same_bits(self):
+        def int8(make):
+            return lambda own: make(own, moments="int8")
+
+        for source in (offload, on_cpu):
+            for target in (offload, on_cpu):
+                one, two = self.go_on(int8(source), int8(target), torch.bfloat16)
+                self.assertEqual(bits(one), bits(two), (source, target))
+
     def test_states_go_to_torchs_adamw_and_back(self):
         def torchs(own):
             return torch.optim.AdamW(own, foreach=False, **HYPER)
@@ -821,6 +837,8 @@ class Refusals(unittest.TestCase):
         for keywords, why in (
             ({"max_grad_norm": -1.0}, "0 or more"), ({"accumulation_steps": 0}, "at least 1"), ({"bucket_mib": 0}, "from 1/64"),
             ({"threads": 0}, "at least 1"), ({"isa": "sse9"}, "one of auto, scalar"), ({"lr": -1.0}, "lr must be"),
+            ({"moments": "int4"}, "'int4'"), ({"masters": "split"}, "PyTorch owns"),
+            ({"moments": "int8", "betas": (0.95, 0.999)}, r"betas\[0\] must be at most 0.93"),
         ):  # fmt: skip
             with self.assertRaisesRegex(ValueError, why):
                 OffloadAdamW(params(), **keywords)

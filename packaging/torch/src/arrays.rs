@@ -1,6 +1,6 @@
 //! State arrays of an optimizer for CPU parameters. Their addresses are checked once and used in many steps.
 
-use crate::tensor::{Addresses, Format, Span, Tensor, overlap};
+use crate::tensor::{Addresses, Format, MomentFormat, Span, Tensor, overlap};
 use crate::{_cpu_adam::Update, Hyper, hyper, kernels};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -11,7 +11,7 @@ use superoffload::internals::optim::AdamHyper;
 type Places = (usize, usize, usize, usize, usize);
 /// A parameter: index, addresses, formats of moments and working weights, number of elements, offset in the flat order, and parameter
 /// group.
-type Given = (usize, Places, (Format, Format), usize, usize, usize);
+type Given = (usize, Places, (MomentFormat, Format), usize, usize, usize);
 
 /// A parameter and its state, without a gradient.
 struct Array {
@@ -33,7 +33,7 @@ impl Array {
     fn written(&self) -> impl Iterator<Item = Span> {
         let (owner, (p, m, v, out, count), (moments, weights), elems, ..) = self.given;
         let span = |start: usize, bytes| Span { start, bytes: if start == 0 { 0 } else { bytes }, owner, written: true };
-        let moment = elems * moments.bytes();
+        let moment = moments.bytes(elems);
         [span(p, 4 * elems), span(m, moment), span(v, moment), span(out, elems * weights.bytes()), span(count, 4)].into_iter()
     }
 }

@@ -15,9 +15,9 @@ use pyo3::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use superoffload::internals::engine::{SpeculationHistory, Verdict};
-use superoffload::internals::optim::{AdamHyper, AdamKernels, BLOCK, ClipMemory, ClipRule, Isa};
+use superoffload::internals::optim::{AdamHyper, AdamKernels, BLOCK, ClipMemory, ClipRule, Isa, MomentGroup, MomentKind};
 use superoffload::internals::units::{ClipScale, NormSq};
-use tensor::{Addresses, Formats, Span, Tensor};
+use tensor::{Addresses, Formats, MomentFormat, Span, Tensor};
 
 /// A parameter group: lr, beta1, beta2, eps, weight decay.
 type Hyper = (f64, f64, f64, f64, f64);
@@ -52,6 +52,39 @@ mod _cpu_adam {
     fn overlap(spans: Vec<(usize, usize)>) -> Option<(usize, usize)> {
         let spans = spans.into_iter().enumerate().map(|(owner, (start, bytes))| Span { start, bytes, owner, written: true });
         tensor::overlap(spans.collect())
+    }
+
+    /// Number of elements in a group of moments in 8 bits. A parameter's moments begin with a group.
+    #[pymodule_export]
+    const MOMENT_GROUP: usize = MomentGroup::ELEMS;
+
+    /// Bytes of one moment of `elems` elements in this format.
+    #[pyfunction]
+    fn moment_bytes(format: MomentFormat, elems: usize) -> usize {
+        format.bytes(elems)
+    }
+
+    /// Largest beta1 that moments in this format can follow.
+    #[pyfunction]
+    fn beta1_max(format: MomentFormat) -> f64 {
+        format.beta1_max()
+    }
+
+    /// Stores `elems` values of a moment in 8 bits. The values are float32. The `second` moment is rounded at random, by
+    /// a fixed key.
+    #[pyfunction]
+    fn pack_moment(second: bool, from_address: usize, to_address: usize, elems: usize) -> PyResult<()> {
+        tensor::pack_moment(kind(second), (from_address, to_address), elems).map_err(PyValueError::new_err)
+    }
+
+    /// Writes the float32 values of a moment that is stored in 8 bits; see [`pack_moment`].
+    #[pyfunction]
+    fn unpack_moment(second: bool, from_address: usize, to_address: usize, elems: usize) -> PyResult<()> {
+        tensor::unpack_moment(kind(second), (from_address, to_address), elems).map_err(PyValueError::new_err)
+    }
+
+    const fn kind(second: bool) -> MomentKind {
+        if second { MomentKind::Second } else { MomentKind::First }
     }
 
     #[pymodule_export]

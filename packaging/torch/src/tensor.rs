@@ -4,13 +4,15 @@ use crate::Given;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::ops::Range;
-use superoffload::internals::optim::{AdamConsts, AdamHyper, AdamKernels, AdamState, AdamStep, BLOCK, Grads, Moment, Weights};
+use superoffload::internals::optim::{
+    AdamConsts, AdamHyper, AdamKernels, AdamState, AdamStep, BLOCK, Grads, Int8State, Moment, MomentGroup, MomentKind, Moments, Weights,
+};
 
 /// Addresses of fp32 weights, first moments, second moments, gradient and working weights. The last is 0 if the parameter itself is in
 /// fp32.
 pub(crate) type Addresses = (usize, usize, usize, usize, usize);
 /// Formats of moments, gradient and working weights.
-pub(crate) type Formats = (Format, Format, Format);
+pub(crate) type Formats = (MomentFormat, Format, Format);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
@@ -36,6 +38,101 @@ impl pyo3::FromPyObject<'_, '_> for Format {
             other => Err(pyo3::exceptions::PyValueError::new_err(format!("unsupported format of a tensor: {other}"))),
         }
     }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum MomentFormat {
+    F32,
+    Bf16,
+    /// Groups of 128 elements, 132 bytes each; see `MomentGroup`.
+    Int8,
+}
+
+impl MomentFormat {
+    /// Bytes of one moment of `elems` elements.
+    pub(crate) fn bytes(self, elems: usize) -> usize {
+        match self {
+            Self::F32 => 4 * elems,
+            Self::Bf16 => 2 * elems,
+            Self::Int8 => elems.div_ceil(MomentGroup::ELEMS) * size_of::<MomentGroup>(),
+        }
+    }
+
+    fn align(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 => 2,
+            Self::Int8 => align_of::<MomentGroup>(),
+        }
+    }
+
+    /// Largest beta1 that moments in this format can follow.
+    pub(crate) fn beta1_max(self) -> f64 {
+        let moments = match self {
+            Self::F32 => Moments::Float32,
+            Self::Bf16 => Moments::Bfloat16,
+            Self::Int8 => Moments::Int8,
+        };
+        moments.beta1_max()
+    }
+}
+
+impl pyo3::FromPyObject<'_, '_> for MomentFormat {
+    type Error = pyo3::PyErr;
+
+    fn extract(name: pyo3::Borrowed<'_, '_, pyo3::PyAny>) -> pyo3::PyResult<Self> {
+        match name.extract()? {
+            "float32" => Ok(Self::F32),
+            "bfloat16" => Ok(Self::Bf16),
+            "int8" => Ok(Self::Int8),
+            other => Err(pyo3::exceptions::PyValueError::new_err(format!("unsupported format of moments: {other}"))),
+        }
+    }
+}
+
+/// Number of groups of moments that are converted at once.
+const CONVERTED_GROUPS: usize = 64;
+
+/// Stores `elems` float32 values at the first address as groups of moments at the second one.
+///
+/// # Errors
+/// An address that is 0 or not a multiple of the format's bytes.
+pub(crate) fn pack_moment(kind: MomentKind, at: (usize, usize), elems: usize) -> Result<(), String> {
+    convert(at, (align_of::<f32>(), align_of::<MomentGroup>()), elems, |elems, groups| {
+        // SAFETY: the Python side owns both arrays, of `elems` values and their groups, and no other code writes them.
+        let (values, groups) = unsafe { (read::<f32>(at.0, &elems), write::<MomentGroup>(at.1, &groups)) };
+        groups.copy_from_slice(&kind.groups(values));
+    })
+}
+
+/// Writes the float32 values of groups of moments at the first address to the second one.
+///
+/// # Errors
+/// An address that is 0 or not a multiple of the format's bytes.
+pub(crate) fn unpack_moment(kind: MomentKind, at: (usize, usize), elems: usize) -> Result<(), String> {
+    convert(at, (align_of::<MomentGroup>(), align_of::<f32>()), elems, |elems, groups| {
+        // SAFETY: as in `pack_moment`.
+        let (groups, values) = unsafe { (read::<MomentGroup>(at.0, &groups), write::<f32>(at.1, &elems)) };
+        values.copy_from_slice(&kind.values(groups)[..values.len()]);
+    })
+}
+
+/// Calls `part` for ranges of elements and of their groups, after a check of the addresses.
+fn convert(
+    (from, to): (usize, usize),
+    aligns: (usize, usize),
+    elems: usize,
+    part: impl Fn(Range<usize>, Range<usize>),
+) -> Result<(), String> {
+    if elems > 0 && (from == 0 || to == 0 || !from.is_multiple_of(aligns.0) || !to.is_multiple_of(aligns.1)) {
+        return Err("an address of a moment is 0 or not a multiple of its format's bytes".into());
+    }
+    let groups = elems.div_ceil(MomentGroup::ELEMS);
+    for first in (0..groups).step_by(CONVERTED_GROUPS) {
+        let end = groups.min(first + CONVERTED_GROUPS);
+        part(first * MomentGroup::ELEMS..elems.min(end * MomentGroup::ELEMS), first..end);
+    }
+    Ok(())
 }
 
 /// Like `Given`, with the address of the step count instead of the step number.
@@ -89,10 +186,17 @@ impl Tensor {
             return Err("steps are counted from 1".into());
         }
         let (p, m, v, g, out) = addresses;
-        let is_good = |address: usize, format: Format| elems == 0 || address != 0 && address.is_multiple_of(format.bytes());
-        let weights_good = out == 0 || is_good(out, formats.2);
-        if !(is_good(p, Format::F32) && is_good(m, formats.0) && is_good(v, formats.0) && is_good(g, formats.1) && weights_good) {
+        let is_good = |address: usize, align: usize| elems == 0 || address != 0 && address.is_multiple_of(align);
+        let moments_good = is_good(m, formats.0.align()) && is_good(v, formats.0.align());
+        let weights_good = out == 0 || is_good(out, formats.2.bytes());
+        if !(is_good(p, Format::F32.bytes()) && moments_good && is_good(g, formats.1.bytes()) && weights_good) {
             return Err(format!("an address of parameter {index} is 0 or not a multiple of its format's bytes"));
+        }
+        if formats.0 == MomentFormat::Int8 && !first.is_multiple_of(MomentGroup::ELEMS) {
+            return Err(format!(
+                "parameter {index} begins at element {first}, not at a multiple of {} as its moments in 8 bits do",
+                MomentGroup::ELEMS
+            ));
         }
         Ok(Self { index, addresses, formats, elems, first, consts: AdamConsts::new(hyper, step, true), count: 0 })
     }
@@ -143,11 +247,10 @@ impl Tensor {
 
     pub(crate) fn spans(&self) -> [Span; 5] {
         let ((p, m, v, g, out), (moments, grads, weights)) = (self.addresses, self.formats);
-        let span = |start: usize, format: Format, written| {
-            let bytes = if start == 0 { 0 } else { self.elems * format.bytes() };
-            Span { start, bytes, owner: self.index, written }
-        };
-        [span(p, Format::F32, true), span(m, moments, true), span(v, moments, true), span(g, grads, false), span(out, weights, true)]
+        let span = |start: usize, bytes, written| Span { start, bytes: if start == 0 { 0 } else { bytes }, owner: self.index, written };
+        let (moment, elems) = (moments.bytes(self.elems), self.elems);
+        let [p, m, v] = [span(p, 4 * elems, true), span(m, moment, true), span(v, moment, true)];
+        [p, m, v, span(g, elems * grads.bytes(), false), span(out, elems * weights.bytes(), true)]
     }
 
     /// Whether both tensors step the same state with gradients of the same format.
@@ -213,9 +316,9 @@ impl Tensor {
         // SAFETY: guaranteed by the caller.
         unsafe {
             match self.formats.0 {
-                Format::F32 => self.fused::<f32>(kernels, (pending, before), next, at),
-                Format::Bf16 => self.fused::<bf16>(kernels, (pending, before), next, at),
-                Format::F16 => unreachable!("Python offers no such moments"),
+                MomentFormat::F32 => self.fused::<f32>(kernels, (pending, before), next, at),
+                MomentFormat::Bf16 => self.fused::<bf16>(kernels, (pending, before), next, at),
+                MomentFormat::Int8 => self.fused_int8(kernels, (pending, before), next, at),
             }
         }
     }
@@ -234,14 +337,24 @@ impl Tensor {
     }
 
     /// # Safety
+    /// The conditions of [`Tensor::commit_then_speculate`]; the moments have 8 bits.
+    unsafe fn fused_int8(&self, kernels: AdamKernels, (pending, before): (AdamStep, &Self), next: AdamStep, at: &Range<usize>) {
+        // SAFETY: guaranteed by the caller.
+        let (mut state, out) = unsafe { (self.int8_state(at), self.weights(at)) };
+        // SAFETY: as above.
+        let (old, new) = unsafe { (before.grads(at), self.grads(at)) };
+        kernels.run_int8([Some((pending, old)), out.is_some().then_some((next, new))], &mut state, out);
+    }
+
+    /// # Safety
     /// The conditions of [`Tensor::step`].
     unsafe fn with_state(&self, at: &Range<usize>, effect: Effect<'_>) {
         // SAFETY: guaranteed by the caller.
         unsafe {
             match self.formats.0 {
-                Format::F32 => effect.on(self.consts, self.state::<f32>(at), self.grads(at)),
-                Format::Bf16 => effect.on(self.consts, self.state::<bf16>(at), self.grads(at)),
-                Format::F16 => unreachable!("Python offers no such moments"),
+                MomentFormat::F32 => effect.on(self.consts, self.state::<f32>(at), self.grads(at)),
+                MomentFormat::Bf16 => effect.on(self.consts, self.state::<bf16>(at), self.grads(at)),
+                MomentFormat::Int8 => effect.on_int8(self.consts, self.int8_state(at), self.grads(at)),
             }
         }
     }
@@ -253,6 +366,18 @@ impl Tensor {
         // SAFETY: guaranteed by the caller for each array.
         let (params, m, v) = unsafe { (write(p, at), write(m, at), write(v, at)) };
         AdamState { first: self.first + at.start, params, m, v }
+    }
+
+    /// The state with moments in 8 bits. `at` begins with a group of moments, as all pieces do.
+    ///
+    /// # Safety
+    /// The conditions of [`Tensor::step`]; the moments have 8 bits.
+    unsafe fn int8_state(&self, at: &Range<usize>) -> Int8State<'_> {
+        let (p, m, v, ..) = self.addresses;
+        let groups = at.start / MomentGroup::ELEMS..at.end.div_ceil(MomentGroup::ELEMS);
+        // SAFETY: guaranteed by the caller for each array.
+        let (params, m, v) = unsafe { (write(p, at), write::<MomentGroup>(m, &groups), write::<MomentGroup>(v, &groups)) };
+        Int8State::new(self.first + at.start, params, m, v)
     }
 
     /// # Safety
@@ -328,6 +453,15 @@ impl Effect<'_> {
             (true, Some(out)) => kernels.step(step, &mut state, grads, out),
             (true, None) => kernels.commit(step, &mut state, grads),
             (false, Some(out)) => kernels.speculate(step, &state, grads, out),
+            (false, None) => {}
+        }
+    }
+
+    fn on_int8(self, consts: AdamConsts, mut state: Int8State<'_>, grads: Grads<'_>) {
+        let update = Some((AdamStep { consts, scale: self.scale }, grads));
+        match (self.writes_state, self.out) {
+            (true, out) => self.kernels.run_int8([update, None], &mut state, out),
+            (false, Some(out)) => self.kernels.run_int8([None, update], &mut state, Some(out)),
             (false, None) => {}
         }
     }
