@@ -38,8 +38,8 @@ fn command(workspace: &Workspace, out: &str, data: &str, flags: &[&str]) -> Comm
     let shared = "--device=cpu --dtype=float32 --threads=2 --learning-rate=2e-3 --lr-scheduler-type=constant --weight-decay=0.1 \
         --max-grad-norm=1.0 --report-to=none --digest";
     let mut command = program(&["train"]);
-    let shared: Vec<&str> = shared.split_whitespace().collect();
-    command.args(paths).args(over(&shared, flags));
+    let shared: Vec<&str> = paths.iter().map(String::as_str).chain(shared.split_whitespace()).collect();
+    command.args(over(&shared, flags));
     command
 }
 
@@ -105,6 +105,58 @@ fn at_the_first_step_every_margin_is_zero_and_the_loss_is_ln_2_to_the_bit() {
         }
         assert!(metric(&lines[2], "rewards/margins") != 0.0);
     }
+}
+
+/// The reward of an answer is beta times the difference of its log-probabilities under the model and under the reference. The latter are
+/// the log-probabilities at the first step of a run from the reference.
+#[test]
+fn another_model_is_the_reference() {
+    let workspace = Workspace::new();
+    assert_eq!(dpo(&workspace, "made", &["--seed=3"]).code, 0);
+    let exported = run(program(&["export"]).arg(workspace.path("made")).arg(workspace.path("other")));
+    assert_eq!(exported.code, 0, "{exported:?}");
+    let other = workspace.path("other").display().to_string();
+    let with = dpo(&workspace, "with", &[&format!("--reference={other}")]).digest().to_string();
+    assert_eq!(dpo(&workspace, "from", &[&format!("--model={other}")]).code, 0);
+    let first = |out: &str| workspace.metrics(out)[0].clone();
+    let (have, of_reference) = (first("with"), first("from"));
+    for answer in ["chosen", "rejected"] {
+        let [reward, sum, reference] =
+            [(&have, "rewards"), (&have, "logps"), (&of_reference, "logps")].map(|(line, name)| metric(line, &format!("{name}/{answer}")));
+        assert!(reward.abs() > 0.01 && (reward - 0.1 * (sum - reference)).abs() < 1e-4, "{answer}: {reward}, {sum}, {reference}");
+    }
+    assert_ne!(dpo(&workspace, "without", &[]).digest(), with);
+    let same = format!("--reference={}", golden("trl/model").display());
+    assert_eq!(dpo(&workspace, "same", &[&same]).digest(), dpo(&workspace, "again", &[]).digest());
+    // A run that goes on has the sums, and does not need the model.
+    workspace.copy_checkpoints("with", "resumed", &[2]);
+    crate::program::copy_dir(&workspace.path("with/.superoffload"), &workspace.path("resumed/.superoffload"));
+    fs::remove_dir_all(workspace.path("other")).unwrap();
+    let resumed = dpo(&workspace, "resumed", &["--resume-from-checkpoint=auto", &format!("--reference={other}")]);
+    assert_eq!(resumed.digest(), with);
+}
+
+#[test]
+fn a_reference_without_use_or_of_another_shape_is_refused() {
+    let workspace = Workspace::new();
+    let model = golden("trl/model");
+    let refused = |flags: &[&str]| {
+        let outcome = dpo(&workspace, "refused", flags);
+        assert_eq!(outcome.code, 2, "{outcome:?}");
+        outcome.stderr
+    };
+    let same = format!("--reference={}", model.display());
+    let message = refused(&["--loss=simpo", &same]);
+    assert!(message.contains("--reference") && message.contains("needs a loss with a reference, such as --loss dpo"), "{message}");
+    crate::program::copy_dir(&model, &workspace.path("wider"));
+    let config = workspace.path("wider/config.json");
+    let mut values: Value = serde_json::from_str(&fs::read_to_string(&config).unwrap()).unwrap();
+    values["rms_norm_eps"] = 0.25.into();
+    fs::write(&config, values.to_string()).unwrap();
+    let message = refused(&[&format!("--reference={}", workspace.path("wider").display())]);
+    assert!(message.contains("describes another model than that of --model"), "{message}");
+    let message = refused(&["--reference=/nowhere/model"]);
+    assert!(message.contains("/nowhere/model"), "{message}");
 }
 
 #[test]

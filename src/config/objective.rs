@@ -33,7 +33,7 @@ impl Settings {
     /// The settings for the cross-entropy of tokens.
     pub(crate) fn without_objective(self) -> Self {
         let (loss, beta, label_smoothing, simpo_gamma, cpo_alpha, pair_length) = (None, None, None, None, None, None);
-        let (epsilon, epsilon_high, max_completion_length, kd_ratio, loss_top_k) = (None, None, None, None, None);
+        let (epsilon, epsilon_high, max_completion_length, kd_ratio, loss_top_k, reference) = (None, None, None, None, None, None);
         let data_format = if self.loss.is_some() { DataFormat::Auto } else { self.data_format };
         Self {
             loss,
@@ -47,6 +47,7 @@ impl Settings {
             max_completion_length,
             kd_ratio,
             loss_top_k,
+            reference,
             data_format,
             ..self
         }
@@ -54,6 +55,7 @@ impl Settings {
 
     /// Checks the settings of a loss of pairs, completions or a teacher, or that there are none without it.
     pub(super) fn check_objective(&self) -> Result<()> {
+        self.check_reference()?;
         let Some(loss) = self.loss else { return self.check_no_objective() };
         let name = describe::written(&describe::value(&loss));
         let format = describe::written(&describe::value(&loss.data_format()));
@@ -95,6 +97,13 @@ impl Settings {
         self.check_no_pairs(needs)?;
         self.check_no_completions(needs)?;
         self.check_no_teacher(needs)
+    }
+
+    /// Checks that a model for the reference is given only to a loss that has one.
+    fn check_reference(&self) -> Result<()> {
+        let Some(reference) = &self.reference else { return Ok(()) };
+        let has_reference = matches!(self.loss, Some(ObjectiveKind::Pairs(kind)) if kind.has_reference());
+        require(has_reference, "reference", reference.display(), "needs a loss with a reference, such as --loss dpo")
     }
 
     /// Checks that no setting is given that only losses of pairs have.

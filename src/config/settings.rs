@@ -408,6 +408,9 @@ settings! {
         /// Most tokens of a teacher for each token, for --loss distill.
         #[arg(value_name = "K")]
         loss_top_k: usize => "64 with --loss distill", Logged, Recipe, unless "Option::is_none";
+        /// Model whose log-probabilities are the reference of --loss: Hugging Face directory, or a name on the hub.
+        #[arg(value_name = "DIR|NAME")]
+        reference: PathBuf => "the initial model", Free, Inputs, unless "Option::is_none";
         /// Probability that a label is wrong, for --loss robust.
         #[arg(value_name = "X", allow_hyphen_values = true)]
         label_smoothing: f64 => "0 with --loss", Logged, Recipe, unless "Option::is_none";

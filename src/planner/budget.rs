@@ -359,8 +359,7 @@ impl Workload<'_> {
         // Each rank has its own context, and each process pays its host memory once.
         let count = |space| if space == MemorySpace::Device { ranks } else { self.site.processes };
         classes.extend(self.own_memory().into_iter().map(|own| class(own.name, own.space, count(own.space) * own.bytes)));
-        classes.retain(|class| class.bytes > 0);
-        classes
+        classes.into_iter().filter(|class| class.bytes > 0).collect()
     }
 
     /// Bytes that drivers add to the arrays of resident states, each of which is an allocation for each bucket.

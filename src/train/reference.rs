@@ -1,21 +1,47 @@
-//! Reference log-probabilities of pairs of answers: sums over each answer, under the weights that a run begins with. They are computed once,
-//! before step 0, and kept in the output directory. A checkpoint holds their checksum.
+//! Reference log-probabilities of pairs of answers: sums over each answer, under the weights that a run begins with, or those of another
+//! model. They are computed once, before step 0, and kept in the output directory. A checkpoint holds their checksum.
 
 use super::evaluation::EvalSequences;
 use super::identity::Run;
 use super::observer::Observer;
+use crate::config::settings::Settings;
 use crate::data::checksum;
 use crate::data::dataset::Dataset;
 use crate::device::Kernels;
 use crate::disk::{OwnMark, OwnedName, Records, RunRecord};
 use crate::engine::executor::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, printable};
+use crate::hub::HubQuery;
+use crate::model::shape::ModelShape;
+use crate::model::weights::ModelWeights;
+use crate::model_dir::{CONFIG, ModelDir, expect_exists};
 use crate::pair_loss::PAIR_TOKENS_MIN;
 use crate::signals::StopFlag;
 use crate::units::counted;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::time::Instant;
+
+/// The weights of the model of `--reference`, if it is given. A run of `shape` computes with them, so the models may differ in their weights
+/// alone.
+///
+/// # Errors
+/// Errors of the model's files; `Usage` for a model of another shape.
+pub(super) fn weights(settings: &Settings, shape: &ModelShape, stop: &StopFlag) -> Result<Option<ModelWeights>> {
+    let Some(model) = &settings.reference else { return Ok(None) };
+    let dir = HubQuery { with_weights: true, stop, emit: &mut |_| () }.model(model)?;
+    expect_exists(&dir)?;
+    let weights = ModelWeights::open(&dir, &ModelShape::read(&ModelDir::open(&dir)?.file(CONFIG)?)?)?;
+    let ModelShape { frozen, init_std, ignored_dropout, media_tokens, .. } = shape.clone();
+    let same = ModelShape { frozen, init_std, ignored_dropout, media_tokens, ..weights.shape().clone() };
+    let given = format!("--reference {}", printable(dir.display()));
+    if same != *shape {
+        return Err(Error::usage(format_args!(
+            "{given}: its config.json describes another model than that of --model; weights alone may differ"
+        )));
+    }
+    weights.freezing(shape.clone()).map(Some)
+}
 
 /// The record of reference sums.
 pub(super) const REFERENCE: RunRecord = RunRecord {

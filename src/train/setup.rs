@@ -5,7 +5,7 @@ use super::extent::RunExtent;
 use super::facts_line::RunDescription;
 use super::observer::Observer;
 use super::prompts::Prompts;
-use super::reference::ReferenceData;
+use super::reference::{self, ReferenceData};
 use super::run_dir::RunDir;
 use super::run_facts::RunFacts;
 use super::save_times::describe_save_times;
@@ -60,24 +60,27 @@ struct ModelSource {
     files: Vec<(String, Vec<u8>)>,
     /// Initial weights of a new run; `None` if they are random.
     weights: Option<ModelWeights>,
+    /// Weights of the reference of a new run, if they are those of another model.
+    reference: Option<ModelWeights>,
     /// Carried tensors of a run that goes on.
     carrier: Option<Carrier>,
 }
 
 impl ModelSource {
     /// The model of `settings`, and of the checkpoint that the run goes on from. Weights are checked as far as can be without reading them.
-    fn find(settings: &Settings, resumed: Option<&Loaded>) -> Result<Self> {
+    fn find(settings: &Settings, resumed: Option<&Loaded>, stop: &StopFlag) -> Result<Self> {
         let Some(dir) = &settings.model else {
             let (shape, files) = (settings.freezing(ModelShape::demo())?, vec![(CONFIG.to_string(), DEMO_CONFIG.as_bytes().to_vec())]);
             frozen::expect_weights(&shape, false)?;
-            return Ok(Self { shape, files, weights: None, carrier: None });
+            let reference = reference::weights(settings, &shape, stop)?;
+            return Ok(Self { shape, files, weights: None, reference, carrier: None });
         };
         let shape = ModelShape::read(&ModelDir::open(dir)?.file(CONFIG)?)?;
         let (files, open) = (weights::model_files(dir, shape.family)?, |shape: &ModelShape| ModelWeights::open(dir, shape));
         if let Some(loaded) = resumed {
             let shape = resume::expect_frozen(settings, loaded.as_trained(shape))?;
             let carrier = frozen::carrier(loaded, &shape, || open(&shape))?;
-            return Ok(Self { carrier, shape, files, weights: None });
+            return Ok(Self { carrier, shape, files, weights: None, reference: None });
         }
         let weights = (settings.init == InitChoice::Checkpoint).then(|| open(&shape)).transpose()?;
         if weights.is_none() && shape.family.text_part().is_some() {
@@ -88,7 +91,8 @@ impl ModelSource {
         let shape = settings.freezing(weights.as_ref().map_or(shape, |weights| weights.shape().clone()))?;
         frozen::expect_weights(&shape, weights.is_some())?;
         let weights = weights.map(|weights| weights.freezing(shape.clone())).transpose()?;
-        Ok(Self { shape, files, weights, carrier: None })
+        let reference = reference::weights(settings, &shape, stop)?;
+        Ok(Self { shape, files, weights, reference, carrier: None })
     }
 
     /// Bytes of carried tensors that the first save writes into the folder of records.
@@ -163,7 +167,7 @@ pub(super) fn prepare<'a>(
     log_peers(launch, observer);
     launch.warnings(settings).iter().for_each(|line| observer.warn(line));
     launch.chosen.rates_from.as_ref().and_then(SelectedProfile::unsteady).iter().for_each(|line| observer.warn(line));
-    let source = ModelSource::find(settings, resumed.as_ref())?;
+    let source = ModelSource::find(settings, resumed.as_ref(), stop)?;
     source.weights.as_ref().and_then(ModelWeights::note).iter().for_each(|line| observer.warn(line));
     check_context(settings, &source.shape, settings.model.as_deref().unwrap_or(Path::new("the built-in model")))?
         .iter()
@@ -333,14 +337,14 @@ impl PreparedRun<'_> {
             max_steps,
             data,
         } = self;
-        let ModelSource { shape, files, weights, carrier } = source;
+        let ModelSource { shape, files, weights, reference, carrier } = source;
         resume_numerics::record_versions(engine.versions(), &mut run, observer);
         let former_dir = resumed.as_ref().map(|accepted| accepted.dir().parent().unwrap_or(Path::new("")).to_path_buf());
         let position = match resumed {
             Some(accepted) => accepted.restore(&mut engine)?,
-            None => begin(&mut engine, settings.seed, weights.as_ref())?,
+            None => begin(&mut engine, settings.seed, reference.as_ref().or(weights.as_ref()))?,
         };
-        frozen::read(&mut engine, weights.as_ref().or_else(|| carrier.as_ref()?.weights()))?;
+        frozen::read(&mut engine, reference.as_ref().or(weights.as_ref()).or_else(|| carrier.as_ref()?.weights()))?;
         let partition = launch.divide_cpus(&settings, &plan, |line| observer.warn(line))?;
         previous_run::move_aside(run_dir.dir(), engine.train_step())?.iter().for_each(|line| observer.warn(line));
         remove_others(run_dir.dir(), &known);
@@ -352,6 +356,7 @@ impl PreparedRun<'_> {
                 Some(former_dir) => data.restore((run_dir.path(), former_dir), &run)?,
             }
         }
+        replace_reference(&mut engine, reference, settings.seed, weights.as_ref())?;
         let evaluation = eval_dataset.map(|eval| Evaluation::new(&settings, eval, position, dataset.sequences()));
         let loader = Loader::new(dataset, plan.recipe.step.micro_batch, settings.seed, !settings.no_shuffle, position)?;
         let rates = launch.chosen.rates_from.as_ref().map(|rates| format!("rates   {rates}"));
@@ -508,6 +513,20 @@ fn describe_model(settings: &Settings, plan: &Plan, shape: &ModelShape) -> Strin
         counted(layers, "layer"),
         counted(*heads, "head")
     )
+}
+
+/// Gives `engine` the first weights of its run in the place of those of the `reference`, if it has those.
+fn replace_reference<D: Kernels>(
+    engine: &mut Engine<D>,
+    reference: Option<ModelWeights>,
+    seed: u64,
+    weights: Option<&ModelWeights>,
+) -> Result<()> {
+    if reference.is_none() {
+        return Ok(());
+    }
+    begin(engine, seed, weights)?;
+    frozen::read(engine, weights)
 }
 
 /// First weights: random, or the model's own.

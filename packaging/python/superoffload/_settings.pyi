@@ -74,6 +74,8 @@ class Settings(TypedDict, total=False):
     """Part of distillation in --loss distill, beside cross-entropy [default: 1 with --loss distill]."""
     loss_top_k: int
     """Most tokens of a teacher for each token, for --loss distill [default: 64 with --loss distill]."""
+    reference: str | PathLike[str]
+    """Model whose log-probabilities are the reference of --loss: Hugging Face directory, or a name on the hub [default: the initial model]."""
     label_smoothing: float
     """Probability that a label is wrong, for --loss robust [default: 0 with --loss]."""
     simpo_gamma: float
