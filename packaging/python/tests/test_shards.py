@@ -121,6 +121,16 @@ def narrow_shards(rank, ranks):
     assert all(torch.equal(whole(param), old) for param, old in zip(net.parameters(), before))
 
 
+def shards_in_8_bits(rank, ranks):
+    """A group of moments in 8 bits has elements of several ranks, so a DTensor is refused before a step."""
+    try:
+        CPUAdamW(fsdp2(rank, ranks).parameters(), moments="int8")
+    except ValueError as error:
+        assert "parameter 0 is a DTensor, and a group of moments in 8 bits cannot be divided" in str(error), error
+    else:
+        raise AssertionError("a DTensor has moments in 8 bits")
+
+
 def plain_shards_of_fsdp1(rank, ranks):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -255,6 +265,9 @@ class Ranks(unittest.TestCase):
 
     def test_16_bit_shards_and_a_gradient_that_is_not_finite(self):
         self.ranks("narrow_shards")
+
+    def test_shards_with_moments_in_8_bits_are_refused(self):
+        self.ranks("shards_in_8_bits")
 
     def test_plain_shards_need_their_process_group(self):
         self.ranks("plain_shards_of_fsdp1")
