@@ -547,6 +547,12 @@ fn bench_step_answers_with_one_json_line_or_appends_it() {
         assert!(appended.code == 0 && appended.stdout.is_empty(), "{appended:?}");
         assert_eq!(fs::read_to_string(&out).unwrap().lines().count(), lines);
     }
+    for loss in ["dpo", "dapo", "distill"] {
+        let answered = bench(&["--loss", loss, "--per-device-train-batch-size=2"]);
+        assert_eq!(answered.code, 0, "random rows of {loss}: {answered:?}");
+        let line: Value = serde_json::from_str(&answered.stdout).unwrap();
+        assert!(line["settings"]["loss"] == loss && line["loss"]["last"].is_f64(), "{line}");
+    }
     bench(&["--out", "/nowhere/steps.jsonl"]).refused(1, &["append to", "/nowhere/steps.jsonl"]);
     bench(&["--clip", "often"]).refused(2, &["--clip", "every-N"]);
     bench(&["--steps", "0"]).refused(2, &["--steps"]);

@@ -316,7 +316,7 @@ fn the_list_has_a_line_for_each_figure() {
     let list = run_in(Path::new(env!("CARGO_MANIFEST_DIR")), &["list"]).unwrap().text;
     assert_eq!(list.lines().count(), 1 + 24, "{list}");
     assert!(list.lines().all(|line| line.chars().count() <= 120), "{list}");
-    assert!(list.contains("\nfig-06    reproduced -                0.1  efficiency of streaming weights"), "{list}");
+    assert!(list.contains("\nfig-06    reproduced -                  1  efficiency of streaming weights"), "{list}");
     assert!(list.contains("\ntable-2   deviates   gpu, builds "), "{list}");
 }
 
