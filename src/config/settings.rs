@@ -408,7 +408,7 @@ settings! {
         /// Most tokens of a teacher for each token, for --loss distill.
         #[arg(value_name = "K")]
         loss_top_k: usize => "64 with --loss distill", Logged, Recipe, unless "Option::is_none";
-        /// Model whose log-probabilities are the reference of --loss: Hugging Face directory, or a name on the hub.
+        /// Model that is the reference of --loss: a directory, or a hub name.
         #[arg(value_name = "DIR|NAME")]
         reference: PathBuf => "the initial model", Free, Inputs, unless "Option::is_none";
         /// Probability that a label is wrong, for --loss robust.

@@ -75,7 +75,7 @@ class Settings(TypedDict, total=False):
     loss_top_k: int
     """Most tokens of a teacher for each token, for --loss distill [default: 64 with --loss distill]."""
     reference: str | PathLike[str]
-    """Model whose log-probabilities are the reference of --loss: Hugging Face directory, or a name on the hub [default: the initial model]."""
+    """Model that is the reference of --loss: a directory, or a hub name [default: the initial model]."""
     label_smoothing: float
     """Probability that a label is wrong, for --loss robust [default: 0 with --loss]."""
     simpo_gamma: float
