@@ -194,7 +194,10 @@ fn run(case: &Case, way: &Way) -> Run {
     // Each rank owns at least one block of every bucket.
     let bucket_kib = if ranks > 1 { way.bucket_kib.max(16 * ranks) } else { way.bucket_kib };
     let table = TensorTable::new(&shape);
-    let element = |at: f64| table.specs()[(at * table.specs().len() as f64) as usize].range().start + (at * 7.0) as usize;
+    let element = |at: f64| {
+        let tensor = table.specs()[(at * table.specs().len() as f64) as usize].range();
+        tensor.start + ((at * 7.0) as usize).min(tensor.len() - 1)
+    };
     let inject = case.faults.iter().map(|(step, at, share, value)| {
         let share = share % case.partial_sums;
         format!("{{step = {step}, element = {}, share = {share}, value = {value}}}", element(*at))
