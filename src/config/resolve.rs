@@ -38,8 +38,8 @@ impl Settings {
     /// and checks everything.
     ///
     /// # Errors
-    /// `Usage` that names the flag, its value and the allowed values. Also for a model that does not exist, and for a model or a loss of
-    /// pairs or completions without data.
+    /// `Usage` that names the flag, its value and the allowed values. Also for a model that does not exist, and for a model, or a loss of
+    /// pairs, completions or a teacher, without data.
     pub fn resolve(options: TrainOptions) -> Result<Self> {
         let is_demo = options.model.is_none() && options.data.is_none();
         if let Some(model) = options.model.as_ref().filter(|_| options.data.is_none()) {

@@ -96,11 +96,10 @@ FORMATS: dict[str, Plain | Packed] = {
 }
 
 
-def format_of(moments: str, masters: str) -> Plain | Packed:
-    """Return the format with this name, and reject formats of the float32 weights that are not offered."""
+def check_formats(moments: str, masters: str) -> None:
+    """Check the names of the formats of moments and of float32 weights."""
     refuse_unless(moments in FORMATS, f"moments must be {', '.join(map(repr, FORMATS))}, not {moments!r}")
     refuse_unless(masters == "float32", TAKES_WEIGHTS.format(masters))
-    return FORMATS[moments]
 
 
 def check_beta1(group: dict[str, Any], moments: str) -> None:

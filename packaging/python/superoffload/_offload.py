@@ -34,7 +34,7 @@ from ._edits import ADVICE, Seen
 from ._hooks import Hold, hold, leave, on_gradient, remove
 from ._link import link_to
 from ._load import LIVE, check_saved_state, load_state
-from ._moments import FORMATS, KEYS, check_beta1, format_of
+from ._moments import FORMATS, KEYS, check_beta1, check_formats
 from ._shards import is_partitioned, ranks
 
 STAGES = 3
@@ -153,7 +153,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         refuse_unless(accumulation_steps >= 1, f"accumulation_steps must be at least 1, not {accumulation_steps}")
         refuse_unless(1 / 64 <= bucket_mib <= 4096, f"bucket_mib must be from 1/64 to 4096, not {bucket_mib}")
         refuse_unless(threads is None or threads >= 1, f"threads must be at least 1, not {threads}; None uses all threads of torch except two")
-        format_of(moments, masters)
+        check_formats(moments, masters)
         check_isa(isa)
         _refuse_ranks()
         self.moments, self.max_grad_norm, self.accumulation_steps, self.isa = moments, max_grad_norm, accumulation_steps, isa

@@ -32,7 +32,7 @@ from ._adamw import (
     taken,
 )
 from ._load import LIVE, check_saved_state, load_state
-from ._moments import FORMATS, KEYS, check_beta1, format_of
+from ._moments import FORMATS, KEYS, check_beta1, check_formats
 from ._offload import OffloadAdamW, OffloadStep
 from ._rows import MASTER, Batch, Row, check_cpu_param
 from ._shards import GRADIENT_CLIPPING, check_norm_group, check_partitioned, groups_of, is_partitioned, over_ranks, refuse_partitioned
@@ -113,7 +113,7 @@ class CPUAdamW(torch.optim.Optimizer):
         refuse_switches(amsgrad=amsgrad, capturable=capturable, maximize=maximize, differentiable=differentiable)
         refuse_unless(adamw_mode, "adamw_mode=False (weight decay added to gradients) is not supported: use torch.optim.Adam, or leave it out")
         refuse_unless(fp32_optimizer_states, "fp32_optimizer_states=False is not supported: moments='bfloat16' stores moments in 16 bits, 'int8' in 8")
-        format_of(moments, masters)
+        check_formats(moments, masters)
         refuse_unless(threads is None or threads >= 1, f"threads must be at least 1, not {threads}; None takes torch.get_num_threads()")
         refuse_unless(max_grad_norm is None or max_grad_norm > 0, f"max_grad_norm must be above 0, not {max_grad_norm}; None does not clip")
         check_isa(isa)

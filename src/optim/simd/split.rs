@@ -6,7 +6,7 @@ use super::{AdamBlock, AdamKernels, ArraySpan, BLOCK, LineAligned, PassAccess, s
 use crate::optim::adam::{self, AdamStep};
 use crate::optim::formats::{Grads, Weights, typed};
 use crate::optim::int8::GROUP;
-use crate::optim::int8_state::Int8State;
+use crate::optim::int8_state::{BlockGrads, Int8State};
 use crate::optim::moments::Moment;
 use crate::optim::split::{self, SplitInt8State, SplitMaster, SplitState, decoded};
 use half::bf16;
@@ -38,7 +38,7 @@ impl AdamKernels {
         if shells::WHOLE {
             return typed!(Grads(g) = grads => self.run(#[inline(always)] |_| split::step_int8(step, &mut state, g)));
         }
-        let elems = state.weights.len();
+        let elems = grads.len();
         state.check(elems);
         let liftings = [Some(Lifting::new(step)), None];
         // Halves are read and written, so their lines are in the caches when they are stored.
