@@ -167,6 +167,11 @@ impl ActivationPlan {
         self.host_bytes
     }
 
+    /// A plan that takes no host memory, as a lower bound of plans with at least this device memory.
+    pub(crate) fn without_host_memory(self) -> Self {
+        Self { host_bytes: Bytes(0), ..self }
+    }
+
     fn bytes_at(&self, space: MemorySpace) -> Bytes {
         Bytes(self.allocations.iter().filter(|a| a.space == space).map(|a| a.bytes() as u64).sum())
     }

@@ -37,9 +37,14 @@ impl ModelShape {
 
     /// As [`Self::flops_per_step`], for documents given as the count of each length in tokens. Attention does not cross documents.
     pub(crate) fn flops_of(&self, documents: &BTreeMap<usize, usize>) -> f64 {
-        let multiplied = 2.0 * TensorTable::new(self).multiplied_params().iter().sum::<usize>() as f64;
+        self.flops_by(&TensorTable::new(self), documents)
+    }
+
+    /// [`Self::flops_of`] of this model with the table of its tensors.
+    pub(crate) fn flops_by(&self, table: &TensorTable, documents: &BTreeMap<usize, usize>) -> f64 {
+        let multiplied = 2.0 * table.multiplied_params().iter().sum::<usize>() as f64;
         let flops = |(&length, &count): (&usize, &usize)| multiplied * (count * length) as f64;
-        documents.iter().map(flops).sum::<f64>() + self.attention_flops_of(documents)
+        documents.iter().map(flops).sum::<f64>() + self.attention_flops_by(table, documents)
     }
 
     /// Model FLOPs of the output matrix for a token, forward and backward.
@@ -48,15 +53,14 @@ impl ModelShape {
         passes * self.vocab as f64 * self.channels as f64
     }
 
-    /// Attention's part of [`Self::flops_of`].
-    pub(crate) fn attention_flops_of(&self, documents: &BTreeMap<usize, usize>) -> f64 {
+    /// Attention's part of [`Self::flops_by`].
+    pub(crate) fn attention_flops_by(&self, table: &TensorTable, documents: &BTreeMap<usize, usize>) -> f64 {
         let attended = |attn: &Attn, s: f64| match attn.window.map(|w| w as f64) {
             // A state of head_dim * head_dim decays, changes by one product with a vector, and is read by another.
             _ if attn.is_delta() => 3.0 * attn.head_dim as f64,
             Some(w) if w < s => 2.0 * w - w * w / s,
             _ => s,
         };
-        let table = TensorTable::new(self);
         let shares: Vec<f64> =
             (0..self.layers.len()).map(|layer| if table.runs_backward(Module::Layer(layer)) { 1.0 } else { 1.0 / 3.0 }).collect();
         let flops = |(&length, &count): (&usize, &usize)| {

@@ -6,9 +6,9 @@ use super::site::Site;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::bucket::slices::Slices;
 use crate::data::rows::batch;
-use crate::device::AttentionShape;
 use crate::device::footprint::MemoryClass;
 use crate::device::footprint::gpu::{self, PAGE_BYTES};
+use crate::device::{AttentionShape, DeviceKind};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
@@ -141,6 +141,34 @@ pub struct Rings {
     pub split_masters: bool,
 }
 
+/// The own memory of a device of `kind` on one rank of `recipe`: of its driver, its libraries and its kernels.
+pub(crate) fn own_memory(recipe: &Recipe, kind: DeviceKind) -> Vec<MemoryClass> {
+    let StepShape { micro_batch, seq_length, .. } = recipe.step;
+    let (attention, delta) = (attention_shapes(recipe), recipe.model.first_delta(micro_batch, seq_length));
+    kind.own_memory(recipe.numerics.attention, &attention, delta.as_ref(), recipe.separates_documents())
+}
+
+/// The distinct attention shapes of the layers of `recipe`, that of the first layer with scores first. They are those of the first rank,
+/// which has at least as many heads as any other rank.
+fn attention_shapes(recipe: &Recipe) -> Vec<AttentionShape> {
+    let (shape, step) = (&recipe.model, &recipe.step);
+    let first = SequenceRank { rank: 0, ranks: step.sequence_ranks };
+    let (mut shapes, mut attentions) = (Vec::new(), Vec::new());
+    for layer in shape.layers_with_scores() {
+        let attn = &shape.layers[layer].attn;
+        // Shapes are computed for few layers, because most layers of a deep model are alike.
+        if attentions.contains(&attn) {
+            continue;
+        }
+        attentions.push(attn);
+        let attention = shape.attention_of((step.micro_batch, step.seq_length), layer, first);
+        if !shapes.contains(&attention) {
+            shapes.push(attention);
+        }
+    }
+    shapes
+}
+
 /// All inputs of memory and time except the planner's choice.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Workload<'a> {
@@ -153,6 +181,8 @@ pub(crate) struct Workload<'a> {
     /// Additional host memory for loading and saving, which steps do not need.
     pub(crate) transient_bytes: u64,
     pub(crate) frozen: FrozenSizes,
+    /// [`own_memory`] of the recipe, which every candidate needs and no choice changes.
+    pub(crate) own_memory: &'a [MemoryClass],
 }
 
 /// Elements of the memory that frozen tensors take on each device.
@@ -358,7 +388,7 @@ impl Workload<'_> {
         classes.extend(self.requested_copies_classes(layout));
         // Each rank has its own context, and each process pays its host memory once.
         let count = |space| if space == MemorySpace::Device { ranks } else { self.site.processes };
-        classes.extend(self.own_memory().into_iter().map(|own| class(own.name, own.space, count(own.space) * own.bytes)));
+        classes.extend(self.own_memory.iter().map(|own| class(own.name, own.space, count(own.space) * own.bytes)));
         classes.into_iter().filter(|class| class.bytes > 0).collect()
     }
 
@@ -368,33 +398,6 @@ impl Workload<'_> {
         let elems = Slices::new(layout.clone(), 0, self.site.ranks).slice_elems();
         let bucket: usize = arrays.parts().map(|part| kind.rounding_bytes(arrays[part].bytes(elems))).sum();
         self.site.ranks * layout.buckets_in(Tier::Device).len() * bucket
-    }
-
-    /// The device's own memory on one rank.
-    fn own_memory(&self) -> Vec<MemoryClass> {
-        let StepShape { micro_batch, seq_length, .. } = self.recipe.step;
-        let (attention, delta) = (self.attention_shapes(), self.shape().first_delta(micro_batch, seq_length));
-        self.site.machine.kind.own_memory(self.recipe.numerics.attention, &attention, delta.as_ref(), self.recipe.separates_documents())
-    }
-
-    /// The distinct attention shapes of the layers, that of the first layer with scores first. They are those of the first rank, which has at least as
-    /// many heads as any other rank.
-    pub(crate) fn attention_shapes(&self) -> Vec<AttentionShape> {
-        let first = SequenceRank { rank: 0, ranks: self.recipe.step.sequence_ranks };
-        let (mut shapes, mut attentions) = (Vec::new(), Vec::new());
-        for layer in self.shape().layers_with_scores() {
-            let attn = &self.shape().layers[layer].attn;
-            // Shapes are computed for few layers, because the planner asks for them often.
-            if attentions.contains(&attn) {
-                continue;
-            }
-            attentions.push(attn);
-            let shape = self.shape().attention_of((self.recipe.step.micro_batch, self.recipe.step.seq_length), layer, first);
-            if !shapes.contains(&shape) {
-                shapes.push(shape);
-            }
-        }
-        shapes
     }
 
     /// Bytes that `classes` exceed the device and the host by; 0 where they fit.

@@ -86,6 +86,18 @@ pub(crate) fn choose(workload: &Workload, table: &TensorTable, layout: &BucketLa
     }
 }
 
+/// Whether any choice fits. No step is predicted, which is most of the work of [`choose`].
+///
+/// # Errors
+/// Errors of [`choose`].
+pub(crate) fn fits(workload: &Workload, table: &TensorTable, layout: &BucketLayout, permitted: Permitted) -> Result<bool> {
+    let planner = Planner { workload, table, layout, permitted };
+    match workload.site.machine.kind {
+        DeviceKind::Cpu => planner.on_cpus().map(|choice| workload.lacking(&choice.memory) == (0, 0)),
+        DeviceKind::Gpu => planner.has_fitting_candidate(),
+    }
+}
+
 /// A choice with the keys by which choices are compared.
 struct Scored {
     /// Missing bytes.
@@ -155,15 +167,8 @@ impl Planner<'_> {
     /// The fastest fitting candidate, without streaming if possible. If nothing fits, the candidate with the fewest missing bytes. Slower
     /// options are tried before a smaller tile, which changes bits.
     fn search(&self, predictor: &Predictor) -> Result<Choice> {
-        let weight_placements = self.weight_placements();
-        // Sums on the host cross the link with every partial sum, so they are the last resort.
-        let sums: &[bool] = if self.workload.may_sum_on_host() { &[false, true] } else { &[false] };
-        let places = || {
-            sums.iter()
-                .flat_map(|&sums_on_host| weight_placements.iter().map(move |&weights| UseRings { grads: false, weights, sums_on_host }))
-        };
         let mut best: Option<Scored> = None;
-        for (tile, place) in self.tiles().into_iter().flat_map(|tile| places().map(move |place| (tile, place))) {
+        for (tile, place) in self.tiles().into_iter().flat_map(|tile| self.places().into_iter().map(move |place| (tile, place))) {
             let found = self.search_with(tile, place, predictor)?;
             if best.as_ref().is_none_or(|best| found.lacking < best.lacking) {
                 best = Some(found);
@@ -173,6 +178,44 @@ impl Planner<'_> {
             }
         }
         Ok(best.expect("there is at least one tile").choice)
+    }
+
+    /// Whether a candidate of [`Self::search`] fits.
+    fn has_fitting_candidate(&self) -> Result<bool> {
+        let is_open = self.permitted.activations.policy().is_none();
+        let layers = self.workload.shape().layers.len();
+        for tile in self.tiles() {
+            // In a deep model no policy takes less device memory than this one, so most models that do not fit are refused here.
+            if is_open && layers > SPLITS_MAX && self.workload.segments.is_whole() {
+                let least = self.workload.activations(&vec![LayerPolicy::Host; layers], tile)?.without_host_memory();
+                if !self.fit_anywhere(&least) {
+                    continue;
+                }
+            }
+            for policies in self.mixes(is_open && Predictor::new(self.workload, self.table)?.attends_long()) {
+                if self.fit_anywhere(&self.workload.activations(&policies, tile)?) {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// Whether these activations fit with any location of weights, sums and gradients.
+    fn fit_anywhere(&self, activations: &ActivationPlan) -> bool {
+        let with_rings = |place| [false, true].map(|grads| UseRings { grads, ..place });
+        self.places().into_iter().flat_map(with_rings).any(|use_rings| {
+            let (_, _, memory) = self.placed(activations, use_rings);
+            self.workload.lacking(&memory) == (0, 0)
+        })
+    }
+
+    /// Locations of the weights and of the sums, without a gradient ring.
+    fn places(&self) -> Vec<UseRings> {
+        // Sums on the host cross the link with every partial sum, so they are the last resort.
+        let sums: &[bool] = if self.workload.may_sum_on_host() { &[false, true] } else { &[false] };
+        let with = |sums_on_host| move |&weights| UseRings { grads: false, weights, sums_on_host };
+        sums.iter().flat_map(|&on_host| self.weight_placements().iter().map(with(on_host))).collect()
     }
 
     /// Possible locations of the weights, the fastest first.
@@ -227,14 +270,20 @@ impl Planner<'_> {
         use_rings: UseRings,
         predictor: &Predictor,
     ) -> Choice {
+        let (layout, rings, memory) = self.placed(activations, use_rings);
+        let predicted = Some(predictor.predict(&layout, rings, policies, activations));
+        Choice { layout, policies: policies.to_vec(), tile, usual_tile: self.tiles()[0], rings, memory, predicted }
+    }
+
+    /// The buckets, rings and memory of a candidate with these activations.
+    fn placed(&self, activations: &ActivationPlan, use_rings: UseRings) -> (BucketLayout, Rings, Vec<MemoryClass>) {
         let layout = match self.permitted.residency {
             Residency::Exactly(resident) => self.resident(resident),
             Residency::Largest => self.largest_residency(activations, use_rings),
         };
         let rings = self.rings(&layout, use_rings);
         let memory = self.workload.classes(&layout, rings, activations);
-        let predicted = Some(predictor.predict(&layout, rings, policies, activations));
-        Choice { layout, policies: policies.to_vec(), tile, usual_tile: self.tiles()[0], rings, memory, predicted }
+        (layout, rings, memory)
     }
 
     fn rings(&self, layout: &BucketLayout, use_rings: UseRings) -> Rings {

@@ -1,19 +1,25 @@
 //! Device time of the forward and backward pass of a micro-batch: the model's own loop on a device that only counts time.
 
 use super::budget::{FrozenSizes, Workload};
+use super::machine::Machine;
 use crate::device::sim::SimDevice;
-use crate::device::{Device, Lease, Peers, Stream};
+use crate::device::{Device, DeviceKind, Lease, Peers, Stream};
 use crate::error::Result;
+use crate::hardware::rates::Rates;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::host::pinned::HostMemory;
+use crate::memory::DeviceMemory;
 use crate::model::activations::LossTile;
 use crate::model::heads::SequenceRank;
 use crate::model::policy::LayerPolicy;
+use crate::model::segments::LayerSegments;
 use crate::model::sequence::{Handover, PassRunner, SharedActivations};
 use crate::model::tensors::TensorTable;
 use crate::model::{Model, ParamMemory};
 use crate::optim::simd::Isa;
-use crate::recipe::StepShape;
+use crate::recipe::{Recipe, StepShape};
+use std::cell::RefCell;
+use std::sync::Arc;
 
 /// Maximum rows of the loss tile in this model of time. Products with more rows are not faster.
 const TILE_ROWS_MAX: usize = 16 << 10;
@@ -35,12 +41,46 @@ pub(super) struct PassTimes {
     attention_s: f64,
 }
 
+/// All inputs of [`PassTimes`].
+#[derive(PartialEq)]
+struct Inputs {
+    recipe: Recipe,
+    segments: LayerSegments,
+    kind: DeviceKind,
+    device: DeviceMemory,
+    rates: Arc<Rates>,
+}
+
+impl Inputs {
+    fn of(workload: &Workload) -> Self {
+        let Workload { recipe, segments, site, .. } = *workload;
+        let Machine { kind, device, rates, .. } = &site.machine;
+        Self { recipe: recipe.clone(), segments: segments.clone(), kind: *kind, device: *device, rates: rates.clone() }
+    }
+}
+
+thread_local! {
+    /// The times that this thread computed last. Most candidates of a search differ in places alone, and have equal times.
+    static LAST: RefCell<Option<(Inputs, PassTimes)>> = const { RefCell::new(None) };
+}
+
 impl PassTimes {
-    pub(super) fn of(workload: &Workload) -> Result<Self> {
-        let of = |policy| micro_step_s(workload, policy);
+    pub(super) fn of(workload: &Workload, table: &TensorTable) -> Result<Self> {
+        let inputs = Inputs::of(workload);
+        let known = LAST.with_borrow(|last| last.as_ref().filter(|(known, _)| *known == inputs).map(|(_, times)| *times));
+        if let Some(times) = known {
+            return Ok(times);
+        }
+        let times = Self::compute(workload, table)?;
+        LAST.set(Some((inputs, times)));
+        Ok(times)
+    }
+
+    fn compute(workload: &Workload, table: &TensorTable) -> Result<Self> {
+        let of = |policy| micro_step_s(workload, table, policy);
         let keep_s = of(LayerPolicy::Keep)?;
         // The last layer with shared buffers still has its values, so it recomputes nothing.
-        let first = TensorTable::new(workload.shape()).first_backward_layer();
+        let first = table.first_backward_layer();
         let layers = (workload.shape().layers.len() - first).saturating_sub(1).max(1) as f64;
         let added_s = |policy| of(policy).map(|s| (s - keep_s) / layers);
         Ok(Self {
@@ -105,7 +145,7 @@ fn attention_s(workload: &Workload) -> f64 {
     seconds / layers as f64
 }
 
-fn micro_step_s(workload: &Workload, policy: LayerPolicy) -> Result<f64> {
+fn micro_step_s(workload: &Workload, table: &TensorTable, policy: LayerPolicy) -> Result<f64> {
     let (shape, machine) = (workload.shape(), &workload.site.machine);
     let (mut dev, _) =
         SimDevice::new("passes", &machine.rates, (machine.kind, machine.device), (1, Isa::Scalar, workload.recipe.numerics.moments), 0);
@@ -113,7 +153,7 @@ fn micro_step_s(workload: &Workload, policy: LayerPolicy) -> Result<f64> {
     let tile = LossTile::of_vocabulary(tokens.min(TILE_ROWS_MAX), shape.vocab);
     let plan = workload.activations(&vec![policy; shape.layers.len()], tile)?;
     let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()), &mut Lease::default())?;
-    let (flat, FrozenSizes { weights: frozen, unused_grads }) = (TensorTable::new(shape).flat_elems(), workload.frozen);
+    let (flat, FrozenSizes { weights: frozen, unused_grads }) = (table.flat_elems(), workload.frozen);
     let mut alloc = |name, elems| dev.alloc(name, elems, workload.recipe.numerics.dtype);
     let memory = ParamMemory {
         weights: alloc("weights", flat)?,

@@ -68,7 +68,7 @@ pub(super) struct Predictor<'a> {
 
 impl<'a> Predictor<'a> {
     pub(super) fn new(workload: &'a Workload<'a>, table: &'a TensorTable) -> Result<Self> {
-        Ok(Self { workload, table, passes: PassTimes::of(workload)? })
+        Ok(Self { workload, table, passes: PassTimes::of(workload, table)? })
     }
 
     /// Whether attention takes so long that copying its outputs to the host and back is faster than recomputing them.

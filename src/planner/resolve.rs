@@ -1,8 +1,8 @@
 //! The way from a request to a plan: the recipe, the site and the protocol follow from the request, the placement is chosen.
 
-use super::budget::{FrozenSizes, Workload, driver_tracks};
+use super::budget::{FrozenSizes, Workload, driver_tracks, own_memory};
 use super::checks::{check, check_products, check_ranks, check_streams, name};
-use super::choice::{Permitted, Residency, choose};
+use super::choice::{Permitted, Residency, choose, fits};
 use super::early::{check_early, early_table};
 use super::experts::ExpertEngine;
 use super::forecast::Forecast;
@@ -17,6 +17,7 @@ use super::site::Site;
 use super::techniques::Techniques;
 use crate::bucket::layout::{BucketLayout, BucketStarts, LayoutRequest, Tier};
 use crate::device::cpu::SUM_BLOCK;
+use crate::device::footprint::MemoryClass;
 use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -24,6 +25,7 @@ use crate::host::memory_policy::MemoryPolicy;
 use crate::model::activations::LossTile;
 use crate::model::heads::SequenceRank;
 use crate::model::mlp_tile;
+use crate::model::segments::LayerSegments;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::PIECE_ELEMS;
@@ -57,24 +59,17 @@ impl Plan {
         Ok(split.filter(|plan| plan.shortage().is_none()).unwrap_or(plan))
     }
 
+    /// Whether a plan of `request` fits on `machine`, whatever its speed. Requirements of streams and early rows are not checked.
+    pub(crate) fn fits(request: &Request, machine: &Machine) -> bool {
+        let fits = |request: &Request| Given::of(request, machine, false).and_then(|given| given.fits()).unwrap_or(false);
+        fits(request) || request.with_split_masters().is_some_and(|request| fits(&request))
+    }
+
     /// The plan of `request`, with float32 masters if their storage is open.
     fn resolve(request: &Request, machine: &Machine, trace: bool) -> Result<Self> {
-        let (techniques, shape) = (Techniques::new(request), request.shape());
-        let table = TensorTable::new(shape);
-        check(request, &table, machine.kind)?;
-        let protocol = protocol(request, techniques)?;
-        check_products(request)?;
-        let expert_engine = ExpertEngine::of(request.kernels.experts, shape, request.recipe.numerics.dtype, machine)?;
-        let recipe = recipe(request, &protocol, (machine.kind, expert_engine.by))?;
-        let site = site(request, techniques, &machine.clone().attending_by(recipe.numerics.attention), (expert_engine, trace))?;
-        let (slots, transient_bytes) = (request.wanted.slots.unwrap_or(SLOTS), transient_bytes(&table));
-        let segments = order::segments(request)?;
-        let frozen = FrozenSizes::of(&table);
-        let workload = Workload { recipe: &recipe, site: &site, protocol: &protocol, segments: &segments, slots, transient_bytes, frozen };
-        let permitted = permitted(request, techniques)?;
-        let cut = cut(request, &table, recipe.numerics.dtype).with_early(early_table(request.early_rows, &workload, &table)?);
-        check_ranks(request, &cut)?;
-        let mut choice = choose(&workload, &table, &cut, permitted)?;
+        let given = Given::of(request, machine, trace)?;
+        let workload = given.workload();
+        let mut choice = choose(&workload, &given.table, &given.layout, given.permitted)?;
         check_streams(request.wanted.weights, choice.rings)?;
         check_early(request.early_rows, &choice.layout)?;
         // A plan that no run follows shows the memory that training needs.
@@ -88,18 +83,73 @@ impl Plan {
             param_slots: workload.param_slots(&choice.layout, choice.rings),
             layout: choice.layout,
             layer_policies: choice.policies,
-            segments: segments.clone(),
+            segments: given.segments.clone(),
         };
         let forecast = Forecast {
             memory: choice.memory,
-            transient_bytes,
-            peer_traffic: PeerTraffic::of(&workload, &table, choice.rings),
+            transient_bytes: workload.transient_bytes,
+            peer_traffic: PeerTraffic::of(&workload, &given.table, choice.rings),
             predicted: choice.predicted,
             simulated_step_ms: None,
             usual_tile: choice.usual_tile,
         };
+        let Given { recipe, site, protocol, .. } = given;
         let numerics = Numerics { loss_tile: choice.tile, ..recipe.numerics };
         Ok(Self { recipe: Recipe { numerics, ..recipe }, site, protocol, placement, forecast })
+    }
+}
+
+/// All that follows from a request on a machine before the planner chooses.
+struct Given {
+    recipe: Recipe,
+    site: Site,
+    protocol: Protocol,
+    segments: LayerSegments,
+    table: TensorTable,
+    /// The cut into buckets, none of them resident.
+    layout: BucketLayout,
+    permitted: Permitted,
+    /// Reusable host slots of each kind.
+    slots: usize,
+    own_memory: Vec<MemoryClass>,
+}
+
+impl Given {
+    fn of(request: &Request, machine: &Machine, trace: bool) -> Result<Self> {
+        let (techniques, shape) = (Techniques::new(request), request.shape());
+        let table = TensorTable::new(shape);
+        check(request, &table, machine.kind)?;
+        let protocol = protocol(request, techniques)?;
+        check_products(request)?;
+        let expert_engine = ExpertEngine::of(request.kernels.experts, shape, request.recipe.numerics.dtype, machine)?;
+        let recipe = recipe(request, &protocol, (machine.kind, expert_engine.by))?;
+        let site = site(request, techniques, &machine.clone().attending_by(recipe.numerics.attention), (expert_engine, trace))?;
+        let segments = order::segments(request)?;
+        let permitted = permitted(request, techniques)?;
+        let (layout, slots) = (cut(request, &table, recipe.numerics.dtype), request.wanted.slots.unwrap_or(SLOTS));
+        let own_memory = own_memory(&recipe, site.machine.kind);
+        let given = Self { recipe, site, protocol, segments, table, layout, permitted, slots, own_memory };
+        let early = early_table(request.early_rows, &given.workload(), &given.table)?;
+        let given = Self { layout: given.layout.clone().with_early(early), ..given };
+        check_ranks(request, &given.layout)?;
+        Ok(given)
+    }
+
+    fn workload(&self) -> Workload<'_> {
+        Workload {
+            recipe: &self.recipe,
+            site: &self.site,
+            protocol: &self.protocol,
+            segments: &self.segments,
+            slots: self.slots,
+            transient_bytes: transient_bytes(&self.table),
+            frozen: FrozenSizes::of(&self.table),
+            own_memory: &self.own_memory,
+        }
+    }
+
+    fn fits(&self) -> Result<bool> {
+        fits(&self.workload(), &self.table, &self.layout, self.permitted)
     }
 }
 

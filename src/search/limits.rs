@@ -92,7 +92,7 @@ impl LargestModel {
 
 /// Whether `request` has a plan that fits, in the usual order or in segments of layers.
 fn fits(request: &Request, machine: &Machine) -> bool {
-    fits_in_order(request, machine) || in_segments(request).any(|request| has_plan(&request, machine))
+    fits_in_order(request, machine) || in_segments(request).any(|request| fits_in_order(&request, machine))
 }
 
 /// Whether `request` has a plan that fits in its order, or in the usual one if the order is open. Two uniform policies with little memory
@@ -101,10 +101,13 @@ fn fits_in_order(request: &Request, machine: &Machine) -> bool {
     // A request for streams or early rows is refused if the fastest plan that fits has none, so all candidates count.
     let any_will_do =
         matches!(request.wanted.weights, WeightsChoice::Auto | WeightsChoice::Replicated) && request.early_rows != EarlyRows::On;
+    if !any_will_do {
+        return has_plan(request, machine);
+    }
     let least = [ActivationsChoice::RecomputeBlock, ActivationsChoice::Host];
     let with = |activations| Request { wanted: Wanted { activations, ..request.wanted.clone() }, ..request.clone() };
-    let is_open = request.wanted.activations == ActivationsChoice::Auto && any_will_do;
-    is_open && least.into_iter().any(|activations| has_plan(&with(activations), machine)) || has_plan(request, machine)
+    let is_open = request.wanted.activations == ActivationsChoice::Auto;
+    is_open && least.into_iter().any(|activations| Plan::fits(&with(activations), machine)) || Plan::fits(request, machine)
 }
 
 /// Whether the fastest plan of `request` fits.

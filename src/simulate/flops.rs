@@ -16,13 +16,14 @@ pub(crate) struct StepFlops {
 impl StepFlops {
     /// FLOPs of a pass over `documents` (number of documents by length in tokens), in which layers keep the activations of `policies`.
     pub(crate) fn of(shape: &ModelShape, documents: &BTreeMap<usize, usize>, policies: &[LayerPolicy]) -> Self {
-        let (model, all_trained) = (shape.flops_of(documents), ModelShape { frozen: BTreeSet::new(), ..shape.clone() });
+        let table = TensorTable::new(shape);
+        let (model, all_trained) = (shape.flops_by(&table, documents), ModelShape { frozen: BTreeSet::new(), ..shape.clone() });
+        let all = if shape.frozen.is_empty() { &table } else { &TensorTable::new(&all_trained) };
         let tokens: usize = documents.iter().map(|(length, count)| length * count).sum();
         let output_matrix = 6.0 * (shape.vocab * shape.channels) as f64 * tokens as f64;
         // The forward pass is one of three equal parts. Layers count equally, though their attention windows may differ.
-        let forward = (all_trained.flops_of(documents) - output_matrix) / 3.0;
-        let attention = all_trained.attention_flops_of(documents) / 3.0;
-        let table = TensorTable::new(shape);
+        let forward = (all_trained.flops_by(all, documents) - output_matrix) / 3.0;
+        let attention = all_trained.attention_flops_by(all, documents) / 3.0;
         let layers = || policies.iter().enumerate().filter(|(layer, _)| table.runs_backward(Module::Layer(*layer)));
         let of = |holds: fn(LayerPolicy) -> bool| layers().filter(|(_, policy)| holds(**policy)).count() as f64 / policies.len() as f64;
         Self { model, hardware: model + forward * of(LayerPolicy::recomputes_block) - attention * of(LayerPolicy::sends_attention) }

@@ -121,7 +121,7 @@ fn products_of_frozen_matrices_and_below_the_lowest_trained_tensor_do_not_count(
     let head = shape.vocab * shape.channels;
     assert_eq!(TensorTable::new(&shape).multiplied_params(), [matrices, matrices - lowest, matrices - lowest - head]);
     let documents = &[(64, 3)].into();
-    let scores = |shape: &ModelShape| shape.attention_flops_of(documents);
+    let scores = |shape: &ModelShape| shape.attention_flops_by(&TensorTable::new(shape), documents);
     let whole = ModelShape { frozen: BTreeSet::new(), ..shape.clone() };
     assert_eq!(scores(&shape), scores(&whole) * (1.0 + 1.0 / 3.0) / 2.0);
     let products = (2 * (3 * matrices - 2 * lowest - head) * 64 * 3) as f64;
