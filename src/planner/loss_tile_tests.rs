@@ -7,6 +7,9 @@ use crate::config::settings::Settings;
 use crate::device::DeviceKind;
 use crate::hardware::profile::Profile;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace};
+use crate::model::shape::ModelShape;
+use crate::optim::split::Masters;
+use crate::request::choices::MastersChoice;
 use crate::units::Bytes;
 use proptest::prelude::*;
 
@@ -33,6 +36,27 @@ fn the_tile_of_the_loss_is_the_same_on_any_machine_that_holds_it() {
     assert!(plan.to_string().contains("\n  bits        differ from runs with loss tiles of 2048 rows"), "{plan}");
 }
 
+/// A machine with this memory in GiB, and a plan of `shape` on it.
+fn plan_in((hbm, host): (u64, u64), settings: &Settings, shape: &ModelShape) -> Plan {
+    let device = DeviceMemory::Own { bytes: hbm * GIB, addressing: Addressing::Managed };
+    let machine = Machine { host_bytes: host * GIB, kind: DeviceKind::Gpu, device, ..Machine::cpu(16) };
+    Plan::new(&settings.request(shape), &machine, false).unwrap()
+}
+
+/// In 200 GiB all float32 masters fit with half of the tile. Split masters fit with all of it, and change no bit.
+#[test]
+fn masters_are_split_before_a_smaller_tile_of_the_loss_changes_bits() {
+    let settings = Settings { per_device_train_batch_size: 8, seq_length: 1536, ..Settings::default() };
+    let [small, large] = [192, 200].map(|hbm| plan_in((hbm, 36), &settings, &qwen3_14b()));
+    for plan in [&small, &large] {
+        assert!(plan.shortage().is_none() && plan.protocol.masters == Masters::Split, "{plan}");
+        assert_eq!(plan.recipe.numerics.loss_tile, plan.forecast.usual_tile, "{plan}");
+    }
+    let float32 = Settings { masters: MastersChoice::Float32, ..settings };
+    let plan = plan_in((200, 36), &float32, &qwen3_14b());
+    assert!(plan.shortage().is_none() && plan.recipe.numerics.loss_tile != plan.forecast.usual_tile, "{plan}");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
@@ -42,12 +66,7 @@ proptest! {
     ) {
         let shape = [qwen3_4b(), llama_8b(), qwen3_14b()][model].clone();
         let settings = Settings { per_device_train_batch_size: batch, seq_length: tokens * 512, ..Settings::default() };
-        let plan_with = |hbm: u64| {
-            let device = DeviceMemory::Own { bytes: hbm * GIB, addressing: Addressing::Managed };
-            let machine = Machine { host_bytes: host * GIB, kind: DeviceKind::Gpu, device, ..Machine::cpu(16) };
-            Plan::new(&settings.request(&shape), &machine, false).unwrap()
-        };
-        let (small, large) = (plan_with(hbm), plan_with(hbm + more));
+        let (small, large) = (plan_in((hbm, host), &settings, &shape), plan_in((hbm + more, host), &settings, &shape));
         let tokens = batch * tokens * 512;
         let [tile, larger] = [&small, &large].map(|plan| plan.recipe.numerics.loss_tile);
         prop_assert!(tile.rows <= tokens && tile.rows >= tokens.min(512), "{}", small);

@@ -47,16 +47,18 @@ const BUCKETS_MIN: usize = 16;
 pub(crate) const SLOTS: usize = 8;
 
 impl Plan {
-    /// Resolves `request` on `machine`, with memory for a timeline if `trace`. [`Plan::check_fits`] checks whether the plan fits. If
-    /// nothing fits with float32 masters and their storage is open, they are split.
+    /// Resolves `request` on `machine`, with memory for a timeline if `trace`. [`Plan::check_fits`] checks whether the plan fits. If the
+    /// storage of masters is open, they are split where nothing fits with float32 masters, or only a tile of the loss that is smaller than
+    /// the usual one and so changes bits.
     ///
     /// # Errors
     /// `Usage` if a setting needs a technique that is not compiled in, or does not suit this model or machine.
     pub fn new(request: &Request, machine: &Machine, trace: bool) -> Result<Self> {
         let plan = Self::resolve(request, machine, trace)?;
-        let split = request.with_split_masters().filter(|_| plan.shortage().is_some());
+        let rows = |plan: &Self| if plan.shortage().is_none() { plan.recipe.numerics.loss_tile.rows } else { 0 };
+        let split = request.with_split_masters().filter(|_| rows(&plan) < plan.forecast.usual_tile.rows);
         let split = split.and_then(|request| Self::resolve(&request, machine, trace).ok());
-        Ok(split.filter(|plan| plan.shortage().is_none()).unwrap_or(plan))
+        Ok(split.filter(|split| rows(split) > rows(&plan)).unwrap_or(plan))
     }
 
     /// Whether a plan of `request` fits on `machine`, whatever its speed. Requirements of streams and early rows are not checked.
