@@ -55,7 +55,7 @@ use store::newest_by;
 pub(crate) use store::{RetainedCheckpoints, is_checkpoint, is_state_damage, newest_good};
 pub(crate) use validate::STEPS_MAX;
 pub(crate) use writer::{Saved, Writer, checkpoint_bytes};
-pub(crate) use writers::WRITERS;
+pub(crate) use writers::{PIECE_BYTES, PIECES, WRITERS};
 
 #[cfg(test)]
 mod check_tests;

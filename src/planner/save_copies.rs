@@ -1,12 +1,14 @@
 //! Memory for copies of states that wait to be saved, so that steps need not wait for the disk.
 
-use super::budget::{Rings, Workload, balances};
+use super::budget::{FrozenSizes, Rings, Workload, balances};
 use super::placement::SaveCopies;
 use super::plan::Plan;
+use super::resolve::SLOTS;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::bucket::slices::Slices;
 use crate::device::footprint::MemoryClass;
 use crate::memory::{DeviceMemory, MemorySpace};
+use crate::model::tensors::TensorTable;
 use crate::optim::split::Masters;
 use crate::optim::state_array::StateArrays;
 use crate::request::choices::SaveMemory;
@@ -107,6 +109,17 @@ impl Plan {
         let bytes = Bytes((self.copy_bytes() * resident(layout)) as u64);
         let too_little = is_short.then(|| format!("copies of the states on the device take {bytes} of --save-memory"));
         obstacle(self.site.processes, layout, self.placement.rings).or(too_little)
+    }
+
+    /// This plan with the memory for copies that a run of it takes. Plans that no run follows lack it, unless a size was requested.
+    pub(crate) fn with_save_copies(mut self) -> Self {
+        if self.placement.save_copies == SaveCopies::default() {
+            let Self { recipe, site, protocol, placement, forecast } = &mut self;
+            let (transient_bytes, frozen) = (forecast.transient_bytes, FrozenSizes::of(&TensorTable::new(&recipe.model)));
+            let workload = Workload { recipe, site, protocol, segments: &placement.segments, slots: SLOTS, transient_bytes, frozen };
+            placement.save_copies = workload.take_copies((&placement.layout, placement.rings), &mut forecast.memory);
+        }
+        self
     }
 
     /// Bytes of states that copies can have while they wait to be saved.
