@@ -104,5 +104,6 @@ fn a_signal_in_a_save_of_several_processes_ends_the_run_after_that_save_and_one_
     assert_eq!(workspace.names("told", "checkpoint-"), ["checkpoint-500".to_string(), format!("checkpoint-{last}")]);
     let saved = run(program(&["digest"]).arg(workspace.path("told/checkpoint-500")));
     assert_eq!(saved.digest(), whole);
-    assert_eq!(run(program(&["digest"]).arg(workspace.path("told"))).digest(), outcomes[0].digest());
+    let last = run(program(&["digest"]).arg(workspace.path("told")));
+    assert!(outcomes[0].stdout.contains(&format!("digest: {}", last.digest())), "{outcomes:?}");
 }

@@ -24,7 +24,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Writes a checkpoint in `output_dir` while training stops: the processes of `engine`, which is flushed, write its state. Only its manifest
-/// is missing.
+/// is missing. This process writes at most `limit` bytes in a second; 0: no limit.
 ///
 /// # Errors
 /// Errors of the disk, here or at another process; the error that ended a process.
@@ -32,9 +32,9 @@ pub(crate) fn save<D: Kernels>(
     engine: &mut Engine<D>,
     output_dir: &Dir,
     (trainer, run): (TrainerState, Map<String, Value>),
-    rate: SaveRate,
+    limit: u64,
 ) -> Result<Writer> {
-    let step = trainer.step;
+    let (step, rate) = (trainer.step, rate(engine, limit));
     let mut writer = begin(engine, output_dir, trainer, run)?;
     let state_crc32c = engine.save_slices(place(step), |engine| write(engine, writer.dir(), rate))?;
     set(engine, &mut writer, state_crc32c);
@@ -46,6 +46,12 @@ pub(super) fn begin<D: Kernels>(engine: &Engine<D>, output_dir: &Dir, trainer: T
     let mut writer = Writer::create_shared(output_dir, trainer, run)?;
     engine.table().specs().iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
     Ok(writer)
+}
+
+/// The rate of each rank of a process that may write `limit` bytes in a second; 0: no limit.
+pub(super) fn rate<D: Kernels>(engine: &Engine<D>, limit: u64) -> SaveRate {
+    let site = &engine.plan().site;
+    SaveRate::new(limit.div_ceil((site.ranks / site.processes) as u64))
 }
 
 /// Words by which other processes find the checkpoint after `step` that this process writes.
@@ -67,16 +73,16 @@ pub(super) fn set<D: Kernels>(engine: &Engine<D>, writer: &mut Writer, state_crc
 /// Saves the slices of a rank other than rank 0 in its own file of the checkpoint that process 0 writes in the same output directory.
 pub(crate) struct PartSaver<'a> {
     output_dir: &'a Path,
-    /// Bytes that the rank may write in a second; 0: no limit.
-    rate: u64,
+    /// Bytes that the process may write in a second; 0: no limit.
+    limit: u64,
     /// The save that was begun.
     running: Option<PartSave>,
 }
 
 impl<'a> PartSaver<'a> {
-    /// A saver into `output_dir` that writes at most `rate` bytes in a second; 0: no limit.
-    pub(crate) fn new(output_dir: &'a Path, rate: u64) -> Self {
-        Self { output_dir, rate, running: None }
+    /// A saver into `output_dir` of a process that may write `limit` bytes in a second; 0: no limit.
+    pub(crate) fn new(output_dir: &'a Path, limit: u64) -> Self {
+        Self { output_dir, limit, running: None }
     }
 
     /// The directory of the checkpoint that process 0 (process id `pid`) writes for `step`.
@@ -87,12 +93,13 @@ impl<'a> PartSaver<'a> {
 
 impl<D: Kernels> SaveSlices<D> for PartSaver<'_> {
     fn save(&mut self, engine: &mut Engine<D>, place: [u64; 2]) -> Result<Vec<u32>> {
-        write(engine, &self.dir(place)?, SaveRate::new(self.rate))
+        let rate = rate(engine, self.limit);
+        write(engine, &self.dir(place)?, rate)
     }
 
     /// A rank without memory for a save beside steps saves its slices at once, and the other ranks wait for it.
     fn begin(&mut self, engine: &mut Engine<D>, place: [u64; 2]) -> Result<()> {
-        let (dir, rate) = (self.dir(place)?, SaveRate::new(self.rate));
+        let (dir, rate) = (self.dir(place)?, rate(engine, self.limit));
         self.running = Some(if engine.save_obstacle().is_some() {
             engine.flush()?;
             PartSave::Written(write(engine, &dir, rate)?)

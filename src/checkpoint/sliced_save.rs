@@ -5,7 +5,6 @@ use super::format::TrainerState;
 use super::owned::published;
 use super::part_save::PartSave;
 use super::parts;
-use super::save_rate::SaveRate;
 use super::writer::Writer;
 use crate::device::Kernels;
 use crate::disk::Dir;
@@ -22,7 +21,8 @@ pub(crate) struct SlicedSave {
 }
 
 impl SlicedSave {
-    /// Begins a checkpoint in `output_dir`: all ranks begin to write their slices of the state after the last step.
+    /// Begins a checkpoint in `output_dir`: all ranks begin to write their slices of the state after the last step. This process writes at
+    /// most `limit` bytes in a second; 0: no limit.
     ///
     /// # Errors
     /// Errors of the disk, here or at another process; the failure that ended another rank.
@@ -31,11 +31,11 @@ impl SlicedSave {
         output_dir: &Dir,
         (trainer, run): (TrainerState, Map<String, Value>),
         publication: Publication,
-        rate: SaveRate,
+        limit: u64,
     ) -> Result<Self> {
         let step = trainer.step;
         let writer = parts::begin(engine, output_dir, trainer, run)?;
-        let place = (writer.dir().try_clone()?, rate);
+        let place = (writer.dir().try_clone()?, parts::rate(engine, limit));
         let own = PartSave::start(engine, place, |engine| engine.begin_save_of_slices(parts::place(step)))?;
         Ok(Self { step, writer, own, publication })
     }

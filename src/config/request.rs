@@ -49,6 +49,11 @@ impl Settings {
         self.save_rate.filter(|rate| rate.0 > 0).map(|rate| SaveSchedule { bytes_per_s: rate.0 as f64, every: self.save_steps })
     }
 
+    /// Bytes that saves may write in a second; 0: no limit.
+    pub(crate) fn save_limit(&self) -> u64 {
+        self.save_rate.map_or(0, |rate| rate.0)
+    }
+
     pub(super) fn kernels(&self) -> KernelChoices {
         KernelChoices {
             attention: self.attention,

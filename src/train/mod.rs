@@ -132,7 +132,7 @@ fn train_checked(
     let meeting_place = Some(processes::propose(process_group, &plan, prepared.settings(), run_dir.dir())?);
     let settings = prepared.settings().clone();
     let this = ThisProcess { launch: &launcher, plan: &plan, shape: &shape, links: &process_group.links };
-    this.lead(Training { prepared, run_dir, meeting_place, stop, observer }, &Following::new(&settings, &plan))
+    this.lead(Training { prepared, run_dir, meeting_place, stop, observer }, &Following(&settings))
 }
 
 struct Training<'a> {

@@ -20,7 +20,6 @@ use crate::planner::plan::Plan;
 use crate::ranks::links::{EndOfRun, LastResort, Links};
 use crate::signals::StopFlag;
 use std::io::ErrorKind;
-use std::path::Path;
 use std::time::Duration;
 
 /// Meets the other processes of the run of `settings`.
@@ -75,7 +74,7 @@ pub(super) fn follow(settings: &Settings, process_group: &ProcessGroup, stop: &S
     let this = ThisProcess { launch: &launch, plan: &plan, shape: &plan.recipe.model, links };
     let on_alarm = observer.on_alarm();
     let watch = |watched| on_alarm.map(|on_alarm| Watchdog::start(watched, stall_limit(&settings), on_alarm)).transpose();
-    match this.follow(&Following::new(&settings, &plan), watch) {
+    match this.follow(&Following(&settings), watch) {
         Error::Rank { .. } => links.end_of_run().and_then(|end| ended(links, end)),
         own => Err(own),
     }
@@ -107,26 +106,12 @@ fn stall_limit(settings: &Settings) -> Duration {
 }
 
 /// Trains, and saves its part at the place that rank 0 sends.
-pub(super) struct Following<'a> {
-    output_dir: &'a Path,
-    save_rate: u64,
-}
-
-impl<'a> Following<'a> {
-    pub(super) fn new(settings: &'a Settings, plan: &Plan) -> Self {
-        Self { output_dir: &settings.output_dir, save_rate: rate_of_rank(settings, plan) }
-    }
-}
+pub(super) struct Following<'a>(pub(super) &'a Settings);
 
 impl FollowEngine for Following<'_> {
     fn run<D: Kernels + Peers>(&self, engine: &mut Engine<D>, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
-        engine.follow_and_save(settle_down, PartSaver::new(self.output_dir, self.save_rate))
+        engine.follow_and_save(settle_down, PartSaver::new(&self.0.output_dir, self.0.save_limit()))
     }
-}
-
-/// Bytes that each rank may write in a second in a save of several processes: an equal part of the limit of its process. 0: no limit.
-pub(super) fn rate_of_rank(settings: &Settings, plan: &Plan) -> u64 {
-    settings.save_rate.map_or(0, |rate| rate.0.div_ceil((plan.site.ranks / plan.site.processes) as u64))
 }
 
 /// How a run that process 0 ended ends here.

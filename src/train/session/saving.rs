@@ -12,7 +12,6 @@ use crate::error::{Error, Result};
 use crate::request::choices::SaveMemory;
 use crate::train::identity::Run;
 use crate::train::observer::Observer;
-use crate::train::processes::rate_of_rank;
 use crate::units::counted;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -187,8 +186,8 @@ impl<D: Kernels> Session<D> {
         let (run, publication) = self.publication(step)?;
         self.background = Some(if self.plan.site.processes > 1 {
             self.sinks.sync(observer);
-            let (contents, rate) = ((self.trainer_state()?, run), self.rate_of_rank());
-            let save = SlicedSave::begin(&mut self.engine, self.run_dir.dir(), contents, publication, rate)?;
+            let (contents, limit) = ((self.trainer_state()?, run), self.settings.save_limit());
+            let save = SlicedSave::begin(&mut self.engine, self.run_dir.dir(), contents, publication, limit)?;
             SaveBeside::Slices(Box::new(save))
         } else {
             let writer = self.begin_whole(run)?;
@@ -236,8 +235,8 @@ impl<D: Kernels> Session<D> {
     /// A checkpoint with the engine's state, by this process or by all.
     fn write_state(&mut self, run: Run) -> Result<Writer> {
         if self.plan.site.processes > 1 {
-            let (contents, rate) = ((self.trainer_state()?, run), self.rate_of_rank());
-            return parts::save(&mut self.engine, self.run_dir.dir(), contents, rate);
+            let (contents, limit) = ((self.trainer_state()?, run), self.settings.save_limit());
+            return parts::save(&mut self.engine, self.run_dir.dir(), contents, limit);
         }
         let mut writer = self.begin_whole(run)?;
         for_each_piece(&mut self.engine, SAVE_ELEMS, |part, elems| writer.elems(part, elems))?;
@@ -246,15 +245,11 @@ impl<D: Kernels> Session<D> {
 
     /// A checkpoint by this process alone, with disk space for its state.
     fn begin_whole(&self, run: Run) -> Result<Writer> {
-        let rate = SaveRate::new(self.settings.save_rate.map_or(0, |rate| rate.0));
+        let rate = SaveRate::new(self.settings.save_limit());
         let mut writer = Writer::create(self.run_dir.dir(), self.trainer_state()?, run, rate)?;
         self.engine.table().specs().iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
         writer.reserve()?;
         Ok(writer)
-    }
-
-    fn rate_of_rank(&self) -> SaveRate {
-        SaveRate::new(rate_of_rank(&self.settings, &self.plan))
     }
 
     fn trainer_state(&self) -> Result<TrainerState> {
