@@ -137,7 +137,8 @@ pub fn plan(model: &Path, options: TrainOptions, log: &mut dyn FnMut(&dyn Displa
     let request = settings.request(&shape);
     let query = SearchQuery::new(&request, &machine);
     let carried_bytes = if model.is_dir() { ModelWeights::carried_bytes_in(model, &shape)? } else { 0 };
-    progress::with_progress(log, || SearchReport::of(query, (&model.display().to_string(), carried_bytes), &profile))
+    let saves = settings.save_schedule();
+    progress::with_progress(log, || SearchReport::of(query, (&model.display().to_string(), carried_bytes), &profile, saves))
 }
 
 /// Converts the configuration of another trainer at `path` to TOML for this program, into the file `out` if it is set. `log` receives

@@ -47,6 +47,7 @@ mod plan_memory;
 mod planned;
 mod preference;
 mod processes;
+mod processes_saves;
 mod program;
 mod python;
 mod ranks;

@@ -67,7 +67,7 @@ pub fn start(workspace: &Workspace, out: &str, processes: usize, more: &[&str]) 
 }
 
 /// Starts `processes` processes with `ranks` ranks each.
-fn start_in(workspace: &Workspace, out: &str, [processes, ranks]: [usize; 2], more: &[&str]) -> Vec<Child> {
+pub fn start_in(workspace: &Workspace, out: &str, [processes, ranks]: [usize; 2], more: &[&str]) -> Vec<Child> {
     let rendezvous = format!("--rendezvous=127.0.0.1:{}", free_port());
     let all = flags(processes * ranks, &[more, &[&rendezvous]].concat());
     let command = |process: usize| {

@@ -59,13 +59,21 @@ impl StepOptions {
     /// # Errors
     /// `Usage` that names the first such flag.
     pub fn check(&self) -> Result<()> {
+        self.check_except(&[])
+    }
+
+    /// Like [`StepOptions::check`], for a command on which the flags `meaningful` of `train` have an effect.
+    ///
+    /// # Errors
+    /// As [`StepOptions::check`].
+    pub(super) fn check_except(&self, meaningful: &[&str]) -> Result<()> {
         for (flag, steps, least) in [("warmup", self.warmup, 0), ("steps", self.steps, 1)] {
             require((least..=STEPS_MAX).contains(&steps), flag, steps, format!("must be from {least} to {STEPS_MAX}"))?;
         }
         if self.data.documents.is_some() && self.train.packing != Some(Packing::Bfd) {
             return Err(Error::usage("--documents: needs --packing bfd, the only packing that separates the documents of a row"));
         }
-        match self.train.explicit_flags().into_iter().find(|given| MEANINGLESS.contains(given)) {
+        match self.train.explicit_flags().into_iter().find(|given| MEANINGLESS.contains(given) && !meaningful.contains(given)) {
             None => Ok(()),
             Some("max_grad_norm") => Err(Error::usage("--max-grad-norm: not available in bench step, which sets it from --clip")),
             Some(given) => Err(Error::usage(format!(

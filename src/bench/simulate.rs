@@ -17,6 +17,7 @@ use crate::planner::plan::Plan;
 use crate::probe::{self, ProbeOptions};
 use crate::search::best_plan;
 use crate::simulate::outcome::Outcome;
+use crate::simulate::saves::{SaveSchedule, SimulatedSave, simulate_save};
 use crate::simulate::simulate;
 use crate::simulate::timed::Steps;
 use crate::trace::file::TraceFile;
@@ -49,6 +50,9 @@ pub(crate) struct SimulatedRecord {
     pub plan: PlanFacts,
     #[serde(flatten)]
     pub outcome: Outcome,
+    /// A save beside steps, with `--save-rate`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) save: Option<SimulatedSave>,
     /// Planned on the device.
     pub(crate) device_planned_bytes: u64,
     /// Planned in host memory.
@@ -65,8 +69,13 @@ pub(crate) struct Simulation {
     config: String,
     shape: ModelShape,
     steps: Steps,
+    /// Saves that are simulated as well.
+    saves: Option<SaveSchedule>,
     profile: Profile,
 }
+
+/// Flags of saves, which `--save-rate` turns on.
+const SAVE_FLAGS: [&str; 3] = ["save_rate", "save_steps", "save_memory"];
 
 impl Simulation {
     /// Resolves `options` on the machine of `profile`.
@@ -74,7 +83,7 @@ impl Simulation {
     /// # Errors
     /// `Usage` that names an option that makes no sense; errors in the model's configuration.
     pub(crate) fn new(mut options: StepOptions, profile: Profile) -> Result<Self> {
-        options.check()?;
+        options.check_except(if options.train.save_rate.is_some() { &SAVE_FLAGS } else { &[] })?;
         let (model, shape) = options.take_model()?;
         let StepOptions { warmup, steps, clip, data, train, .. } = options;
         if data.documents.is_some() {
@@ -93,7 +102,7 @@ impl Simulation {
         let shape = settings.freezing(shape)?;
         check_context(&settings, &shape, &model)?;
         let steps = Steps { warmup, timed: steps, clip };
-        Ok(Self { settings, config: model.display().to_string(), shape, steps, profile })
+        Ok(Self { saves: settings.save_schedule(), settings, config: model.display().to_string(), shape, steps, profile })
     }
 
     /// Tokens of a step, as far as the options determine them before a plan is made.
@@ -113,6 +122,11 @@ impl Simulation {
             .for_another_machine();
         let (outcome, tracks, window_ns) = simulate(&plan, &self.shape, &self.profile.name, self.steps, TRACE_SPANS)?;
         trace.map(|trace| trace.write(&tracks)).transpose()?;
+        let of_saves = |saves| {
+            let plan = plan.clone().with_save_copies();
+            simulate_save((&plan, &self.shape), &self.profile.name, self.steps, saves)
+        };
+        let save = self.saves.map(of_saves).transpose()?;
         Ok(SimulatedRecord {
             bench: "simulate",
             build: BuildFacts::this_program(),
@@ -131,6 +145,7 @@ impl Simulation {
                 window_ns.end - (outcome.step_ms.samples.last().copied().unwrap_or(0.0) * 1e6) as u64..window_ns.end,
             ),
             outcome,
+            save,
             chosen: plan,
         })
     }
@@ -139,7 +154,9 @@ impl Simulation {
 impl fmt::Display for SimulatedRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}\n\n{} of {} parameters on {}", self.chosen, self.model.config, Count(self.model.params), self.device)?;
-        write!(f, "{}\n\n{}", self.outcome, self.gantt)
+        write!(f, "{}", self.outcome)?;
+        self.save.iter().try_for_each(|save| write!(f, "\n  save         {save}"))?;
+        write!(f, "\n\n{}", self.gantt)
     }
 }
 

@@ -25,6 +25,13 @@ pub(crate) struct Publication {
     pub(crate) spared: RetainedCheckpoints,
 }
 
+impl Publication {
+    /// See [`Writer::finish`].
+    pub(crate) fn finish(&self, writer: Writer) -> Result<Saved> {
+        writer.finish(&self.model_files, self.total_limit, self.spared)
+    }
+}
+
 /// The thread that reads the state, with another one for each further rank, hands it to the threads that write it, and publishes the
 /// checkpoint.
 pub(crate) struct BackgroundSave {
@@ -45,8 +52,19 @@ impl BackgroundSave {
         publication: Publication,
     ) -> Result<Self> {
         let starts: Vec<usize> = specs.iter().map(|spec| spec.offset_elems).collect();
-        let run = disk::continued(move || save(writer, &states, &starts, &publication));
-        let thread = thread::Builder::new().name("save".into()).spawn(run);
+        Self::spawn(step, move || save(writer, &states, &starts, &publication))
+    }
+
+    /// Starts to publish `writer`, a checkpoint of `step` whose state is on the disk.
+    ///
+    /// # Errors
+    /// `Resource` when the thread cannot start.
+    pub(super) fn publish(writer: Writer, step: u64, publication: Publication) -> Result<Self> {
+        Self::spawn(step, move || publication.finish(writer))
+    }
+
+    fn spawn(step: u64, run: impl FnOnce() -> Result<Saved> + Send + 'static) -> Result<Self> {
+        let thread = thread::Builder::new().name("save".into()).spawn(disk::continued(run));
         let thread = thread.map_err(|e| Error::resource("start a thread that saves", e))?;
         Ok(Self { step, thread: Some(thread) })
     }
@@ -88,13 +106,16 @@ fn save(mut writer: Writer, states: &[FrozenState], starts: &[usize], publicatio
         write_all(&writers, states, &StatePlaces { tensors: &tensors, starts, arrays })?;
         writer.set_state(writers.finish()?);
     }
-    writer.finish(&publication.model_files, publication.total_limit, publication.spared)
+    publication.finish(writer)
 }
 
 /// Reads every part of the state by a thread of its own, the first by this thread, and hands it to the writers.
 fn write_all(writers: &Writers, states: &[FrozenState], places: &StatePlaces<'_>) -> Result<()> {
     let has_failed = &AtomicBool::new(false);
-    let write_one = |state| write_state(writers, state, places, has_failed).inspect_err(|_| has_failed.store(true, Ordering::Relaxed));
+    let write_one = |state: &FrozenState| {
+        let extents = |bucket| places.in_bucket(&state.range(bucket));
+        write_state(writers, state, extents, has_failed).inspect_err(|_| has_failed.store(true, Ordering::Relaxed))
+    };
     let Some((first, others)) = states.split_first() else { return Ok(()) };
     thread::scope(|scope| {
         let start = |state| {
@@ -109,12 +130,17 @@ fn write_all(writers: &Writers, states: &[FrozenState], places: &StatePlaces<'_>
     })
 }
 
-/// Hands a part of the state to the writers, until all of it was read, or another part has failed.
-fn write_state(writers: &Writers, state: &FrozenState, places: &StatePlaces<'_>, has_failed: &AtomicBool) -> Result<()> {
+/// Hands a part of the state to the writers, until all of it was read, or another part has failed. `extents` are the places of a bucket.
+pub(super) fn write_state<E: Iterator<Item = StateExtent>>(
+    writers: &Writers,
+    state: &FrozenState,
+    extents: impl Fn(usize) -> E,
+    has_failed: &AtomicBool,
+) -> Result<()> {
     while !has_failed.load(Ordering::Relaxed)
         && let Some(bucket) = state.next()?
     {
-        places.in_bucket(&state.range(bucket)).try_for_each(|extent| write(writers, state, bucket, extent))?;
+        extents(bucket).try_for_each(|extent| write(writers, state, bucket, extent))?;
         state.saved(bucket);
     }
     Ok(())
@@ -122,12 +148,12 @@ fn write_state(writers: &Writers, state: &FrozenState, places: &StatePlaces<'_>,
 
 /// Consecutive bytes of an array of a bucket, which are consecutive in the file as well.
 #[derive(Clone, Debug, PartialEq)]
-struct StateExtent {
-    part: StatePart,
+pub(super) struct StateExtent {
+    pub(super) part: StatePart,
     /// Bytes of the bucket's array.
-    bytes: Range<usize>,
+    pub(super) bytes: Range<usize>,
     /// Offset of the first byte in the file.
-    offset: u64,
+    pub(super) offset: u64,
 }
 
 /// Copies an extent of `bucket` into pieces for the writers.
@@ -153,7 +179,7 @@ struct StatePlaces<'a> {
 
 impl StatePlaces<'_> {
     /// The extents of a bucket with these elements of the flat order. Padding between tensors has no place in the file.
-    fn in_bucket(&self, bucket: &Range<usize>) -> impl Iterator<Item = StateExtent> {
+    fn in_bucket(&self, bucket: &Range<usize>) -> impl Iterator<Item = StateExtent> + use<> {
         let common = |(tensor, start): (&'_ TensorEntry, &usize)| {
             let elems = bucket.start.max(*start)..bucket.end.min(start + tensor.elems as usize);
             (!elems.is_empty()).then(|| (tensor.offset, tensor.elems as usize, elems.start - start, elems))

@@ -14,9 +14,13 @@ use ::safetensors::tensor::Dtype as FileDtype;
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 
 /// Elements narrowed and written at once; few in tests, so that small tensors have many blocks.
 const WRITE_ELEMS: usize = if cfg!(test) { 100 } else { 1 << 18 };
+
+/// From so many bytes on, the disk begins to write, while the next tensors are read.
+const WRITE_BACK_BYTES: u64 = 32 << 20;
 
 /// A tensor to write.
 pub(super) struct Item<'a> {
@@ -143,6 +147,7 @@ pub(super) fn write(
                     write_part(&mut file, (spec, part), &tensor, item.dtype)?;
                 }
             }
+            file.begin_writing_back(WRITE_BACK_BYTES);
             weight_map.insert(item.name.clone(), Value::from(name.as_str()));
             total_bytes += item.bytes();
         }
@@ -166,21 +171,48 @@ fn header(shard: &[Item<'_>]) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
 }
 
-fn write_part(file: &mut OutFile, (spec, part): (&TensorSpec, &HfPart), tensor: &[f32], dtype: FileDtype) -> Result<()> {
-    let elems = part.rows * spec.row_elems();
+fn write_part(file: &mut OutFile, part: (&TensorSpec, &HfPart), tensor: &[f32], dtype: FileDtype) -> Result<()> {
+    match dtype {
+        FileDtype::BF16 => write_blocks::<bf16>(file, part, tensor),
+        FileDtype::F16 => write_blocks::<f16>(file, part, tensor),
+        _ => write_blocks::<f32>(file, part, tensor),
+    }
+}
+
+fn write_blocks<E: Element>(file: &mut OutFile, (spec, part): (&TensorSpec, &HfPart), tensor: &[f32]) -> Result<()> {
+    let (elems, mut block) = (part.rows * spec.row_elems(), Vec::with_capacity(WRITE_ELEMS));
     for start in (0..elems).step_by(WRITE_ELEMS) {
-        let value = |i| if part.split { correction::join(tensor, i) } else { tensor[position(spec, part, i)] };
-        let values = (start..elems.min(start + WRITE_ELEMS)).map(value);
-        match dtype {
-            FileDtype::BF16 => write_block::<bf16>(file, values)?,
-            FileDtype::F16 => write_block::<f16>(file, values)?,
-            _ => write_block::<f32>(file, values)?,
+        let range = start..elems.min(start + WRITE_ELEMS);
+        block.clear();
+        if part.split {
+            block.extend(range.map(|i| E::from_f32(correction::join(tensor, i))));
+        } else if part.transposed {
+            block.extend(range.map(|i| E::from_f32(tensor[position(spec, part, i)])));
+        } else {
+            runs(range, spec.row_elems()).for_each(|run| {
+                let first = position(spec, part, run.start);
+                block.extend(tensor[first..first + run.len()].iter().map(|&value| E::from_f32(value)));
+            });
         }
+        file.write(bytemuck::cast_slice(&block))?;
     }
     Ok(())
 }
 
-fn write_block<E: Element>(file: &mut OutFile, values: impl Iterator<Item = f32>) -> Result<()> {
-    let block: Vec<E> = values.map(E::from_f32).collect();
-    file.write(bytemuck::cast_slice(&block))
+/// `range` in runs within one row of `cols` elements, which are neighbours in the tensor as well.
+fn runs(range: Range<usize>, cols: usize) -> impl Iterator<Item = Range<usize>> {
+    let run = move |start: usize| (start < range.end).then(|| start..range.end.min((start / cols + 1) * cols));
+    std::iter::successors(run(range.start), move |before| run(before.end))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_end_with_their_row_or_the_range() {
+        assert_eq!(runs(95..205, 40).collect::<Vec<_>>(), [95..120, 120..160, 160..200, 200..205]);
+        assert_eq!(runs(80..121, 40).collect::<Vec<_>>(), [80..120, 120..121]);
+        assert_eq!(runs(7..7, 40).count(), 0);
+    }
 }

@@ -26,12 +26,14 @@ mod format;
 pub(crate) mod frozen;
 mod owned;
 mod part_files;
+mod part_save;
 pub(crate) mod parts;
 mod placed_state;
 mod portions;
 mod read_ahead;
 mod reader;
 mod save_rate;
+pub(crate) mod sliced_save;
 mod sound;
 mod state_file;
 mod state_parts;
@@ -55,7 +57,7 @@ use store::newest_by;
 pub(crate) use store::{RetainedCheckpoints, is_checkpoint, is_state_damage, newest_good};
 pub(crate) use validate::STEPS_MAX;
 pub(crate) use writer::{Saved, Writer, checkpoint_bytes};
-pub(crate) use writers::WRITERS;
+pub(crate) use writers::{PIECE_BYTES, PIECES, WRITERS};
 
 #[cfg(test)]
 mod check_tests;

@@ -5,6 +5,7 @@
 use super::engine_state::SAVE_ELEMS;
 use super::format::TrainerState;
 use super::owned::MEETING;
+use super::part_save::PartSave;
 use super::save_rate::SaveRate;
 use super::state_parts::{StateParts, file_name};
 use super::state_writer::StateWriter;
@@ -14,6 +15,7 @@ use crate::bucket::slices::Slices;
 use crate::device::Kernels;
 use crate::disk::{self, Dir, TmpDir};
 use crate::engine::executor::Engine;
+use crate::engine::part_saves::SaveSlices;
 use crate::error::{Error, Result};
 use crate::planner::plan::Plan;
 use serde_json::{Map, Value};
@@ -21,40 +23,106 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Starts a checkpoint in `output_dir`: the processes of `engine`, which is flushed, write its state. Only its manifest is missing.
+/// Writes a checkpoint in `output_dir` while training stops: the processes of `engine`, which is flushed, write its state. Only its manifest
+/// is missing. This process writes at most `limit` bytes in a second; 0: no limit.
 ///
 /// # Errors
 /// Errors of the disk, here or at another process; the error that ended a process.
-pub(crate) fn save<D: Kernels>(engine: &mut Engine<D>, output_dir: &Dir, trainer: TrainerState, run: Map<String, Value>) -> Result<Writer> {
-    let step = trainer.step;
+pub(crate) fn save<D: Kernels>(
+    engine: &mut Engine<D>,
+    output_dir: &Dir,
+    (trainer, run): (TrainerState, Map<String, Value>),
+    limit: u64,
+) -> Result<Writer> {
+    let (step, rate) = (trainer.step, rate(engine, limit));
+    let mut writer = begin(engine, output_dir, trainer, run)?;
+    let state_crc32c = engine.save_slices(place(step), |engine| write(engine, writer.dir(), rate))?;
+    set(engine, &mut writer, state_crc32c);
+    Ok(writer)
+}
+
+/// Starts a checkpoint in `output_dir` whose state several processes write.
+pub(super) fn begin<D: Kernels>(engine: &Engine<D>, output_dir: &Dir, trainer: TrainerState, run: Map<String, Value>) -> Result<Writer> {
     let mut writer = Writer::create_shared(output_dir, trainer, run)?;
-    let specs = engine.table().specs().to_vec();
-    for spec in &specs {
-        writer.begin(&spec.name, &spec.shape);
-    }
-    let state_crc32c = engine.save_slices([step, u64::from(std::process::id())], |engine| write(engine, writer.dir()))?;
+    engine.table().specs().iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
+    Ok(writer)
+}
+
+/// The rate of each rank of a process that may write `limit` bytes in a second; 0: no limit.
+pub(super) fn rate<D: Kernels>(engine: &Engine<D>, limit: u64) -> SaveRate {
+    let site = &engine.plan().site;
+    SaveRate::new(limit.div_ceil((site.ranks / site.processes) as u64))
+}
+
+/// Words by which other processes find the checkpoint after `step` that this process writes.
+pub(super) fn place(step: u64) -> [u64; 2] {
+    [step, u64::from(std::process::id())]
+}
+
+/// Enters the files of all ranks of `engine`, with the checksums of their chunks, into `writer`.
+pub(super) fn set<D: Kernels>(engine: &Engine<D>, writer: &mut Writer, state_crc32c: Vec<Vec<u32>>) {
     let layout = engine.slices().layout();
     writer.set_parts(StateParts {
         flat_elems: layout.flat_elems() as u64,
         bucket_elems: layout.bucket_elems() as u64,
-        starts: specs.iter().map(|spec| spec.offset_elems as u64).collect(),
+        starts: engine.table().specs().iter().map(|spec| spec.offset_elems as u64).collect(),
         state_crc32c,
     });
-    Ok(writer)
 }
 
-/// Writes the file of this rank into the checkpoint that process 0 (process id `pid`) writes in the same `output_dir`.
-///
-/// # Errors
-/// Errors of the disk.
-pub(crate) fn save_own<D: Kernels>(engine: &mut Engine<D>, output_dir: &Path, [step, pid]: [u64; 2]) -> Result<Vec<u32>> {
-    write(engine, &Dir::open(output_dir)?.open_dir(hidden_of(step, pid))?)
+/// Saves the slices of a rank other than rank 0 in its own file of the checkpoint that process 0 writes in the same output directory.
+pub(crate) struct PartSaver<'a> {
+    output_dir: &'a Path,
+    /// Bytes that the process may write in a second; 0: no limit.
+    limit: u64,
+    /// The save that was begun.
+    running: Option<PartSave>,
+}
+
+impl<'a> PartSaver<'a> {
+    /// A saver into `output_dir` of a process that may write `limit` bytes in a second; 0: no limit.
+    pub(crate) fn new(output_dir: &'a Path, limit: u64) -> Self {
+        Self { output_dir, limit, running: None }
+    }
+
+    /// The directory of the checkpoint that process 0 (process id `pid`) writes for `step`.
+    fn dir(&self, [step, pid]: [u64; 2]) -> Result<Dir> {
+        Dir::open(self.output_dir)?.open_dir(hidden_of(step, pid))
+    }
+}
+
+impl<D: Kernels> SaveSlices<D> for PartSaver<'_> {
+    fn save(&mut self, engine: &mut Engine<D>, place: [u64; 2]) -> Result<Vec<u32>> {
+        let rate = rate(engine, self.limit);
+        write(engine, &self.dir(place)?, rate)
+    }
+
+    /// A rank without memory for a save beside steps saves its slices at once, and the other ranks wait for it.
+    fn begin(&mut self, engine: &mut Engine<D>, place: [u64; 2]) -> Result<()> {
+        let (dir, rate) = (self.dir(place)?, rate(engine, self.limit));
+        self.running = Some(if engine.save_obstacle().is_some() {
+            engine.flush()?;
+            PartSave::Written(write(engine, &dir, rate)?)
+        } else {
+            PartSave::start(engine, (dir, rate), Engine::begin_save_of_own_slices)?
+        });
+        Ok(())
+    }
+
+    fn is_written(&mut self) -> Result<bool> {
+        self.running.as_mut().map_or(Ok(true), PartSave::is_written)
+    }
+
+    fn finish(&mut self) -> Result<Vec<u32>> {
+        let running = self.running.take().ok_or_else(|| Error::resource("save a part of a checkpoint", "no save was begun"))?;
+        running.join()
+    }
 }
 
 /// Writes this rank's file into `dir`, and has it on disk; the checksums of its chunks.
-fn write<D: Kernels>(engine: &mut Engine<D>, dir: &Dir) -> Result<Vec<u32>> {
+fn write<D: Kernels>(engine: &mut Engine<D>, dir: &Dir, rate: SaveRate) -> Result<Vec<u32>> {
     let (rank, elems, arrays) = (engine.slices().rank(), engine.slices().elems(), engine.plan().optimizer().arrays());
-    let (mut file, mut buffer) = (StateWriter::create(dir, &file_name(rank), SaveRate::default())?, Vec::new());
+    let (mut file, mut buffer) = (StateWriter::create(dir, &file_name(rank), rate)?, Vec::new());
     file.reserve(arrays.bytes(elems) as u64)?;
     for part in arrays.parts() {
         for start in (0..elems).step_by(SAVE_ELEMS) {

@@ -13,9 +13,9 @@ use std::thread::{self, JoinHandle};
 /// Threads of a file. Disks serve several writes faster than one, and each thread computes checksums while other threads wait for the disk.
 pub(crate) const WRITERS: usize = 4;
 /// Pieces of a file that exist at once: each thread writes one, and others are filled meanwhile.
-const PIECES: usize = WRITERS + 2;
+pub(crate) const PIECES: usize = WRITERS + 2;
 /// A piece ends at a multiple of this offset in the file.
-pub(super) const PIECE_BYTES: usize = 2 * CHUNK_BYTES;
+pub(crate) const PIECE_BYTES: usize = 2 * CHUNK_BYTES;
 
 /// Consecutive bytes of a file. Their addresses agree with their offsets in the file modulo [`DIRECT_ALIGN`], as direct writes need it.
 #[derive(Default)]

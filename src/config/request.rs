@@ -18,6 +18,7 @@ use crate::recipe::{Numerics, Recipe, RowOrder, Schedule};
 use crate::request::cut::{StepCut, StepSplit};
 use crate::request::wanted::Wanted;
 use crate::request::{KernelChoices, Request, SiteRequest};
+use crate::simulate::saves::SaveSchedule;
 use crate::teacher_loss::{TOP_K_MAX, TeacherLoss};
 use std::sync::Arc;
 
@@ -41,6 +42,16 @@ impl Settings {
     /// Errors of [`ModelShape::freezing`].
     pub(crate) fn freezing(&self, shape: ModelShape) -> Result<ModelShape> {
         shape.freezing(FreezeRules { freeze: &self.freeze, train_only: &self.train_only })
+    }
+
+    /// The saves of a run on a disk that takes `save_rate`; `None` if no rate is set.
+    pub(crate) fn save_schedule(&self) -> Option<SaveSchedule> {
+        self.save_rate.filter(|rate| rate.0 > 0).map(|rate| SaveSchedule { bytes_per_s: rate.0 as f64, every: self.save_steps })
+    }
+
+    /// Bytes that saves may write in a second; 0: no limit.
+    pub(crate) fn save_limit(&self) -> u64 {
+        self.save_rate.map_or(0, |rate| rate.0)
     }
 
     pub(super) fn kernels(&self) -> KernelChoices {

@@ -8,6 +8,7 @@ use super::save::board::{SaveBoard, Source};
 use super::save::device_copies::Move;
 use super::save::frozen_state::FrozenState;
 use super::save::running_save::RunningSave;
+use super::save::simulated_reader::SimulatedReader;
 use super::state_copies::words;
 use super::watch::driver_state::DriverActivity;
 use crate::bucket::slot::Slot;
@@ -40,6 +41,22 @@ impl<D: Kernels> Engine<D> {
     /// If there is an obstacle: see [`Engine::save_obstacle`].
     pub fn begin_save(&mut self) -> Result<Vec<FrozenState>> {
         assert!(self.save_obstacle().is_none(), "a save that must stop training");
+        self.freeze_states()
+    }
+
+    /// Like [`Engine::begin_save`], on a device that only counts time: there is no memory to read.
+    ///
+    /// # Errors
+    /// As [`Engine::begin_save`].
+    ///
+    /// # Panics
+    /// If saves of this plan stop training.
+    pub(crate) fn begin_simulated_save(&mut self) -> Result<Vec<SimulatedReader>> {
+        assert!(self.plan.save_obstacle().is_none(), "a save that must stop training");
+        Ok(self.freeze_states()?.into_iter().map(SimulatedReader::new).collect())
+    }
+
+    fn freeze_states(&mut self) -> Result<Vec<FrozenState>> {
         self.end_save()?;
         self.lead(Order::BeginSave, OrderWords::default())?;
         let own = self.begin_own_save();
@@ -234,6 +251,11 @@ impl<D: Kernels> Engine<D> {
     /// Whether a running save still needs a state of this rank, or on rank 0 of any rank, that it has not read.
     pub(crate) fn is_read_by_save(&self) -> bool {
         self.save.as_ref().is_some_and(|save| !save.is_complete_on_all_ranks())
+    }
+
+    /// Whether a later step may wait for the running save.
+    pub(crate) fn may_wait_for_save(&self) -> bool {
+        self.coordinator.is_holding() || self.device_copies.reads_states()
     }
 
     /// Time that steps waited for a save since the last call.

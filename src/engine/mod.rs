@@ -15,6 +15,7 @@ pub(crate) mod memory;
 mod module_events;
 mod orders;
 mod pair_sums;
+pub(crate) mod part_saves;
 mod passes;
 pub(crate) mod pool;
 pub(crate) mod protocol;

@@ -2,6 +2,7 @@
 
 use super::executor::{Engine, StepData};
 use super::pair_sums::{KEEP_PAIR_SUMS, POST_PAIR_SUMS};
+use super::part_saves::{NoSlices, SaveSlices};
 use super::pool::Pool;
 use super::protocol::loss_scale::LossScale;
 use super::protocol::order::Order;
@@ -127,18 +128,14 @@ impl<D: Kernels + Peers> Engine<D> {
     /// # Errors
     /// Errors of the device and of `settle_down`; the failure that ended another rank.
     pub(crate) fn follow(&mut self, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
-        self.follow_and_save(settle_down, |_, _| Err(Error::resource("save", "no rank of this process saves for itself")))
+        self.follow_and_save(settle_down, NoSlices)
     }
 
-    /// Like [`Engine::follow`], for a rank that saves its own slices: `save` writes them and returns their checksums.
+    /// Like [`Engine::follow`], for a rank that saves its own slices by `saver`.
     ///
     /// # Errors
-    /// As [`Engine::follow`]; errors of `save`.
-    pub(crate) fn follow_and_save(
-        &mut self,
-        settle_down: impl FnOnce() -> Result<()>,
-        mut save: impl FnMut(&mut Self, [u64; 2]) -> Result<Vec<u32>>,
-    ) -> Result<()> {
+    /// As [`Engine::follow`]; errors of `saver`.
+    pub(crate) fn follow_and_save(&mut self, settle_down: impl FnOnce() -> Result<()>, mut saver: impl SaveSlices<D>) -> Result<()> {
         let mut settle_down = Some(settle_down);
         for seen in 0.. {
             let (order, words) = self.exchange.next_order(&mut self.dev, seen)?;
@@ -147,12 +144,8 @@ impl<D: Kernels + Peers> Engine<D> {
             {
                 settle_down()?;
             }
-            match order {
-                Order::Save => {
-                    let crc32c = save(self, [words[0], words[1]])?;
-                    self.publish_checksums(&crc32c)?;
-                }
-                _ => self.obey_order(order, words)?,
+            if !self.obey_save_order(order, words, &mut saver)? {
+                self.obey_order(order, words)?;
             }
             self.exchange.publish_done();
         }
@@ -184,8 +177,8 @@ impl<D: Kernels + Peers> Engine<D> {
                 self.exchange.publish_tracks(tracks);
                 Ok(())
             }
-            // `follow_and_save` executes this order itself.
-            Order::Save => Ok(()),
+            // `obey_save_order` executes these orders.
+            Order::Save | Order::ReportPart | Order::FinishPart => Ok(()),
             Order::BeginSave => {
                 let state = self.begin_own_save()?;
                 self.exchange.publish_frozen(state);
@@ -307,9 +300,9 @@ mod tests {
         let int8 = |start| piece_of([1, start, 40, 0, 0, 0], Moments::Int8.arrays(), 256, 40).map_err(|e| e.to_string());
         assert_eq!(int8(128), Ok((StatePart::M, 128..168)));
         assert!(int8(130).unwrap_err().contains("40 elements from 130 on"), "groups are stored whole");
-        for number in [14, 255, 1 << 32, u64::MAX] {
+        for number in [16, 255, 1 << 32, u64::MAX] {
             assert_eq!(Order::of(number), None);
         }
-        assert_eq!((Order::of(0), Order::of(13)), (Some(Order::Step), Some(Order::WriteFrozen)));
+        assert_eq!((Order::of(0), Order::of(15)), (Some(Order::Step), Some(Order::FinishPart)));
     }
 }

@@ -11,14 +11,12 @@ use crate::bucket::slices::Slices;
 use crate::data::rows::batch::Batches;
 use crate::device::{Cast, Kernels, Stream};
 use crate::dtype::Dtype;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::faults::FaultPhase;
 use crate::model::tensors::Module;
-use crate::optim::CHUNK_BYTES;
 use crate::optim::int8::whole_groups;
 use crate::optim::moments::{Rounding, rounding_key};
 use crate::optim::state_array::StatePart;
-use std::ops::Range;
 
 impl<D: Kernels> Engine<D> {
     /// Sets all parameters to random values that depend on `seed` only. The moments are unchanged: zero in an engine that has not stepped.
@@ -149,46 +147,6 @@ impl<D: Kernels> Engine<D> {
         self.inject(FaultPhase::Read)?;
         self.expect_no_job();
         self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce_buffer, part, start, out)
-    }
-
-    /// Lets every rank save its slices in its own process. `words` are passed to the code that saves; `own` saves this rank's slices.
-    /// Returns the checksums by rank.
-    ///
-    /// # Errors
-    /// Errors of `own`; the failure that ended another rank.
-    pub(crate) fn save_slices(&mut self, [one, two]: [u64; 2], own: impl FnOnce(&mut Self) -> Result<Vec<u32>>) -> Result<Vec<Vec<u32>>> {
-        self.lead(Order::Save, [one, two, 0, 0, 0, 0])?;
-        let first = own(self)?;
-        self.await_done()?;
-        let of_rank = |rank: usize| {
-            let place = self.checksums_of(rank);
-            let mut words = vec![0.0; place.len()];
-            self.exchange.mail(place.start, &mut words);
-            words.into_iter().map(f32::to_bits).collect()
-        };
-        Ok([first].into_iter().chain((1..self.exchange.slices().ranks()).map(of_rank)).collect())
-    }
-
-    /// Writes the checksums of this rank's saved slices into the mail buffer, for rank 0.
-    pub(super) fn publish_checksums(&self, crc32c: &[u32]) -> Result<()> {
-        let place = self.checksums_of(self.exchange.slices().rank());
-        if crc32c.len() != place.len() || place.end > self.exchange.mail_words() {
-            return Err(Error::resource("report the checksums of a checkpoint", format!("{} do not fit", crc32c.len())));
-        }
-        let words: Vec<f32> = crc32c.iter().map(|&word| f32::from_bits(word)).collect();
-        self.exchange.post(place.start, &words);
-        Ok(())
-    }
-
-    /// Position of the checksums of `rank` in the mail buffer, after those of lower ranks.
-    fn checksums_of(&self, rank: usize) -> Range<usize> {
-        let own = self.exchange.slices();
-        let chunks = |rank| {
-            let peer_slices = Slices::new(own.layout().clone(), rank, own.ranks());
-            self.plan.optimizer().arrays().bytes(peer_slices.elems()).div_ceil(CHUNK_BYTES)
-        };
-        let start = (0..rank).map(chunks).sum();
-        start..start + chunks(rank)
     }
 
     /// Checks that the pool has no job. Only jobs of the pool modify the state, and a caller that borrows the engine submits none.

@@ -171,7 +171,7 @@ impl ProcessGroup {
         proposed.check().map_err(|e| Error::format("the proposal of process 0", e))?;
         let (launch, settings) = self.launcher(&proposed)?;
         let shape = settings.freezing(shape.clone().untied_if(!proposal.tied))?;
-        let plan = launch.plan(&settings, &shape, false)?;
+        let plan = launch.plan(&settings, &shape, false)?.with_save_copies();
         expect_alike(&self.links, &proposal.facts, &facts(&plan))?;
         Ok(Ok((launch, plan, proposal)))
     }

@@ -1,12 +1,14 @@
 //! Memory for copies of states that wait to be saved, so that steps need not wait for the disk.
 
-use super::budget::{Rings, Workload, balances};
+use super::budget::{FrozenSizes, Rings, Workload, balances, own_memory};
 use super::placement::SaveCopies;
 use super::plan::Plan;
+use super::resolve::SLOTS;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::bucket::slices::Slices;
 use crate::device::footprint::MemoryClass;
 use crate::memory::{DeviceMemory, MemorySpace};
+use crate::model::tensors::TensorTable;
 use crate::optim::split::Masters;
 use crate::optim::state_array::StateArrays;
 use crate::request::choices::SaveMemory;
@@ -25,7 +27,7 @@ impl Workload<'_> {
     pub(super) fn requested_copies_classes(&self, layout: &BucketLayout) -> impl Iterator<Item = MemoryClass> + use<> {
         let host = match self.site.save_memory {
             SaveMemory::Off | SaveMemory::Auto => 0,
-            SaveMemory::Size(bytes) => self.fitting(layout, bytes.0),
+            SaveMemory::Size(bytes) => self.fitting(layout, bytes.0.saturating_mul(self.site.processes as u64)),
         };
         self.copies_classes(layout, SaveCopies { host, device: 0 })
     }
@@ -34,7 +36,7 @@ impl Workload<'_> {
     /// many as fit, the host as many as were requested or fit.
     pub(super) fn take_copies(&self, (layout, rings): (&BucketLayout, Rings), classes: &mut Vec<MemoryClass>) -> SaveCopies {
         classes.retain(|class| ![COPIES, LISTS].contains(&class.name));
-        let stops = obstacle(self.site.processes, layout, rings).is_some();
+        let stops = obstacle(layout, rings).is_some();
         let copies = if stops { SaveCopies::default() } else { self.copies(layout, classes) };
         classes.extend(self.copies_classes(layout, copies));
         copies
@@ -43,11 +45,13 @@ impl Workload<'_> {
     fn copies(&self, layout: &BucketLayout, classes: &[MemoryClass]) -> SaveCopies {
         let (ranks, processes) = (self.site.ranks, self.site.processes);
         let [on_device, on_host] = balances(&self.site.machine, classes, (ranks, processes), self.transient_bytes);
+        // Each process has a host of its own.
         let host_bytes = match self.site.save_memory {
             SaveMemory::Off => 0,
             SaveMemory::Auto => on_host.free().unwrap_or(0),
             SaveMemory::Size(bytes) => bytes.0,
         };
+        let host_bytes = host_bytes.saturating_mul(processes as u64);
         // With shared memory, copies in both spaces take the same bytes. Free memory is left to copies of the host, which serve all buckets.
         let (device_bytes, shared) = match self.site.machine.device {
             DeviceMemory::Own { .. } => (on_device.free().unwrap_or(0) * ranks as u64, 0),
@@ -106,7 +110,19 @@ impl Plan {
         let is_short = copies.host < copies.direct(resident(layout));
         let bytes = Bytes((self.copy_bytes() * resident(layout)) as u64);
         let too_little = is_short.then(|| format!("copies of the states on the device take {bytes} of --save-memory"));
-        obstacle(self.site.processes, layout, self.placement.rings).or(too_little)
+        obstacle(layout, self.placement.rings).or(too_little)
+    }
+
+    /// This plan with the memory for copies that a run of it takes. Plans that no run follows lack it, unless a size was requested.
+    pub(crate) fn with_save_copies(mut self) -> Self {
+        if self.placement.save_copies == SaveCopies::default() {
+            let Self { recipe, site, protocol, placement, forecast } = &mut self;
+            let (transient_bytes, frozen) = (forecast.transient_bytes, FrozenSizes::of(&TensorTable::new(&recipe.model)));
+            let (own_memory, segments) = (&own_memory(recipe, site.machine.kind)[..], &placement.segments);
+            let workload = Workload { recipe, site, protocol, segments, slots: SLOTS, transient_bytes, frozen, own_memory };
+            placement.save_copies = workload.take_copies((&placement.layout, placement.rings), &mut forecast.memory);
+        }
+        self
     }
 
     /// Bytes of states that copies can have while they wait to be saved.
@@ -137,10 +153,7 @@ fn resident(layout: &BucketLayout) -> usize {
 }
 
 /// Why a save must stop training, however much memory there is.
-fn obstacle(processes: usize, layout: &BucketLayout, rings: Rings) -> Option<String> {
-    if processes > 1 {
-        return Some(format!("the state lies in {processes} processes"));
-    }
+fn obstacle(layout: &BucketLayout, rings: Rings) -> Option<String> {
     if rings.split_masters {
         return Some("masters on the host are split, and halves of them are streamed weights".into());
     }
@@ -175,6 +188,18 @@ mod tests {
         assert!(copies.host >= copies.direct(resident) && plan.save_obstacle().is_none());
         let waits = plan.copied_first_s() * plan.site.machine.rates.to_host_bytes_per_s;
         assert_eq!(waits as usize, (resident - copies.device) * plan.copy_bytes());
+    }
+
+    #[test]
+    fn a_plan_that_no_run_follows_takes_the_copies_of_a_run_on_request() {
+        let request = settings(SaveMemory::Auto).request(&qwen3_4b());
+        let [shown, run] = [false, true].map(|is_run| Plan::new(&request, &h200(), is_run).unwrap());
+        assert_eq!(shown.save_copy_bytes(), 0);
+        let states = run.optimizer().arrays().bytes(run.trained_params()) as u64;
+        let (with, again) = (shown.clone().with_save_copies(), shown.clone().with_save_copies().with_save_copies());
+        assert!(with.save_copy_bytes() >= states && run.save_copy_bytes() >= states, "{with}");
+        assert!(with.bytes_at(MemorySpace::Host) > shown.bytes_at(MemorySpace::Host), "{with}");
+        assert_eq!((again.placement.save_copies, again.forecast.memory.len()), (with.placement.save_copies, with.forecast.memory.len()));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The report of `plan`: memory, speed, bottleneck, alternatives, and changes that would help.
 
 use super::limits::{BreakEven, LargestModel, Limits};
-use super::{Candidate, SearchQuery, WORTH};
+use super::{Candidate, STEPS, SearchQuery, WORTH};
 use crate::checkpoint::checkpoint_bytes;
 use crate::error::Result;
 use crate::facts::HardwareFacts;
@@ -13,6 +13,7 @@ use crate::planner::budget::Balance;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
 use crate::request::wanted::Wanted;
+use crate::simulate::saves::{SaveSchedule, SimulatedSave, simulate_save};
 use crate::units::{Bytes, Count, counted};
 use serde::Serialize;
 use std::fmt;
@@ -129,12 +130,15 @@ pub(crate) struct MemoryNeed {
 }
 
 /// Disk space that the saves of a run take.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 pub(crate) struct SaveSizes {
     /// Bytes of one checkpoint without the model's files, which are small.
     pub(crate) checkpoint_bytes: u64,
     /// Bytes of carried tensors, which a run writes once; 0 where the weights of the model are not at hand.
     pub(crate) carried_bytes: u64,
+    /// A save beside steps, if the rate of the disk is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) simulated: Option<SimulatedSave>,
 }
 
 /// The step on a machine with more of one resource.
@@ -162,7 +166,12 @@ impl SearchReport {
     ///
     /// # Errors
     /// Errors of [`SearchQuery::rank`]: if nothing fits, the error names a change that would help.
-    pub(crate) fn of(query: SearchQuery, (config, carried_bytes): (&str, u64), profile: &Profile) -> Result<Self> {
+    pub(crate) fn of(
+        query: SearchQuery,
+        (config, carried_bytes): (&str, u64),
+        profile: &Profile,
+        saves: Option<SaveSchedule>,
+    ) -> Result<Self> {
         let ranking = query.rank()?;
         let best = &ranking.candidates[0];
         let distinct = ranking.candidates[1..].iter().filter(|other| differ(&other.plan, &best.plan));
@@ -171,11 +180,16 @@ impl SearchReport {
         let mut requested = query.request.clone();
         (requested.cut.tokens, requested.wanted.split) = (None, best.wanted.split);
         let model = ModelFacts::new(config.into(), query.request.shape());
+        let of_saves = |saves| {
+            let (plan, shape) = (best.plan.clone().with_save_copies(), query.request.shape());
+            simulate_save((&plan, shape), &profile.name, STEPS, saves)
+        };
+        let simulated = saves.map(of_saves).transpose()?;
         let checkpoint_bytes = checkpoint_bytes(model.params, best.plan.optimizer().arrays(), &[]);
         Ok(Self {
             hardware: HardwareFacts::of(profile),
             model,
-            saves: SaveSizes { checkpoint_bytes, carried_bytes },
+            saves: SaveSizes { checkpoint_bytes, carried_bytes, simulated },
             alternatives: distinct.take(ALTERNATIVES).map(|other| Step::of(other, &query.request.wanted)).collect(),
             candidates: ranking.candidates.len(),
             unfit: ranking.unfit,
@@ -311,7 +325,10 @@ impl fmt::Display for SearchReport {
 impl fmt::Display for SaveSizes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} each, and the tokenizer's files", Bytes(self.checkpoint_bytes))?;
-        if self.carried_bytes > 0 { write!(f, "; carried tensors of {}, once", Bytes(self.carried_bytes)) } else { Ok(()) }
+        if self.carried_bytes > 0 {
+            write!(f, "; carried tensors of {}, once", Bytes(self.carried_bytes))?;
+        }
+        self.simulated.iter().try_for_each(|save| write!(f, "\n  beside     {save}"))
     }
 }
 

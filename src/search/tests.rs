@@ -24,6 +24,7 @@ use crate::request::choices::{
 };
 use crate::request::wanted::Wanted;
 use crate::simulate::clip::Clip;
+use crate::simulate::saves::SaveSchedule;
 use crate::simulate::simulate;
 use crate::simulate::timed::Steps;
 use crate::sweep::sweep;
@@ -366,15 +367,24 @@ fn an_answer_names_the_bottleneck_the_alternatives_and_the_limits() {
         Settings { seq_length: 4096, per_device_train_batch_size: 4, bucket_mib: sweep(Some(256.0), None), ..Settings::default() };
     let request = settings.request(&shape);
     let query = SearchQuery::new(&request, &machine);
-    let report = SearchReport::of(query, ("llama-8b", 0), &profile).unwrap();
+    let report = SearchReport::of(query, ("llama-8b", 0), &profile, Some(SaveSchedule { bytes_per_s: 1e9, every: 500 })).unwrap();
     assert!(report.alternatives.len() == 2 && report.what_if.len() == 4 && report.limits.batch >= 4 && report.limits.layers >= 32);
     assert!(report.limits.seq_length >= 2 * 4096, "{:?}", report.limits);
     assert!(report.break_even.as_ref().is_some_and(|even| even.tokens.is_some()), "{:?}", report.break_even);
     let text = report.to_string();
     assert!(
-        ["busy", "next best", "what if", "largest that fits", "saves", "break-even", "device memory"]
-            .iter()
-            .all(|word| text.contains(word)),
+        [
+            "busy",
+            "next best",
+            "what if",
+            "largest that fits",
+            "saves",
+            "s at 953.7 MiB a second beside steps, which wait",
+            "break-even",
+            "device memory"
+        ]
+        .iter()
+        .all(|word| text.contains(word)),
         "{text}"
     );
     let output = |start: &str| {
@@ -395,6 +405,8 @@ fn an_answer_names_the_bottleneck_the_alternatives_and_the_limits() {
     let json: Value = serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();
     assert_eq!(json["best"]["plan"]["predicted_step_ms"], json["best"]["step_ms"], "to programs, too");
     assert_eq!(json["hardware"]["profile"], "gh200-96");
+    let save = &json["saves"]["simulated"];
+    assert_eq!((save["bytes"].as_u64(), save["every"].as_u64()), (json["saves"]["checkpoint_bytes"].as_u64(), Some(500)));
     let classes = |place: usize| json["memory"][place]["classes"].as_array().unwrap().iter().map(|c| c[1].as_u64().unwrap()).sum::<u64>();
     assert_eq!(json["memory"][0]["needed_bytes"], classes(0), "to the byte");
 }

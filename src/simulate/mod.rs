@@ -7,11 +7,14 @@ pub(crate) mod flops;
 mod network_tests;
 pub(crate) mod outcome;
 pub(crate) mod random_tokens;
+pub(crate) mod saves;
+#[cfg(all(test, feature = "stv", feature = "deadline-order", feature = "repartition"))]
+mod saves_tests;
 pub(crate) mod timed;
 #[cfg(all(test, feature = "stv", feature = "deadline-order", feature = "repartition", feature = "weight-flow"))]
 mod waits_tests;
 
-use crate::device::sim::{CLOCK_MAX_NS, SimDevice};
+use crate::device::sim::{CLOCK_MAX_NS, SimDevice, SimDisk};
 use crate::engine::executor::Engine;
 use crate::engine::pool::Pool;
 use crate::error::{Error, Result};
@@ -62,25 +65,29 @@ pub(crate) fn simulate(
 }
 
 fn run(plan: Plan, shape: &ModelShape, name: &str, steps: Steps, trace_spans: usize) -> Result<(Timed, Vec<Recorder>)> {
+    let (mut engine, _) = simulated_engine(plan, shape, name, trace_spans)?;
+    let mut tokens = RandomTokens::new(0, engine.shape().vocab);
+    steps.warm_up(&mut engine, &mut tokens)?;
+    let timed = steps.time(&mut engine, &mut tokens, &mut |_| ())?;
+    engine.flush()?;
+    Ok((timed, engine.finish()?))
+}
+
+/// The first rank of `plan`, ready for steps, and the disk of its machine.
+fn simulated_engine(plan: Plan, shape: &ModelShape, name: &str, trace_spans: usize) -> Result<(Engine<SimDevice>, SimDisk)> {
     let mut plan = plan.with_host_memory(MemoryPolicy::unbacked());
     plan.site.trace_spans = trace_spans;
     let on = (plan.site.machine.kind, plan.site.machine.device);
     let (dev, pool) =
         SimDevice::new(name, &plan.site.machine.rates, on, (plan.site.threads, plan.site.isa, plan.host_formats()), trace_spans);
     let (shape, pool, dev) = (shape.clone(), Pool::Simulated(pool), dev.among(plan.site.ranks / plan.site.processes));
-    if plan.site.ranks == 1 {
-        time(Engine::new(plan, shape, dev, pool, Arc::new(Doorbell::default()))?, steps)
+    let disk = dev.disk();
+    let mut engine = if plan.site.ranks == 1 {
+        Engine::new(plan, shape, dev, pool, Arc::new(Doorbell::default()))?
     } else {
-        time(Engine::mirrored(plan, shape, dev, pool)?, steps)
-    }
-}
-
-fn time(mut engine: Engine<SimDevice>, steps: Steps) -> Result<(Timed, Vec<Recorder>)> {
+        Engine::mirrored(plan, shape, dev, pool)?
+    };
     engine.pretend_norm();
     engine.send_weights()?;
-    let mut tokens = RandomTokens::new(0, engine.shape().vocab);
-    steps.warm_up(&mut engine, &mut tokens)?;
-    let timed = steps.time(&mut engine, &mut tokens, &mut |_| ())?;
-    engine.flush()?;
-    Ok((timed, engine.finish()?))
+    Ok((engine, disk))
 }

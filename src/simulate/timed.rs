@@ -36,7 +36,7 @@ impl Steps {
         (1..=self.warmup).try_for_each(|step| self.step(engine, tokens, step).map(drop))
     }
 
-    fn step<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens, step: u64) -> Result<StepReport> {
+    pub(super) fn step<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens, step: u64) -> Result<StepReport> {
         engine.set_max_grad_norm(self.clip.max_grad_norm(step));
         let learning_rate = engine.plan().recipe.optimizer.lr;
         engine.step(learning_rate, tokens)
@@ -121,6 +121,11 @@ impl Timed {
             }
         }
         timed
+    }
+
+    /// Milliseconds of the median step.
+    pub(super) fn median_ms(&self) -> f64 {
+        self.step_ms.median
     }
 
     /// Extrapolates to steps with more micro-batches, assuming that each further micro-batch takes equally long. `few` are steps with fewer

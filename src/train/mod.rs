@@ -130,9 +130,9 @@ fn train_checked(
         return launcher.engine(&plan, &shape, Training { prepared, run_dir, meeting_place: None, stop, observer });
     };
     let meeting_place = Some(processes::propose(process_group, &plan, prepared.settings(), run_dir.dir())?);
-    let output_dir = prepared.settings().output_dir.clone();
+    let settings = prepared.settings().clone();
     let this = ThisProcess { launch: &launcher, plan: &plan, shape: &shape, links: &process_group.links };
-    this.lead(Training { prepared, run_dir, meeting_place, stop, observer }, &Following { output_dir: &output_dir })
+    this.lead(Training { prepared, run_dir, meeting_place, stop, observer }, &Following(&settings))
 }
 
 struct Training<'a> {

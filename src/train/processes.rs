@@ -4,7 +4,7 @@ use super::observer::Observer;
 use super::setup::forward_progress;
 use super::summary::Summary;
 use super::text;
-use crate::checkpoint::parts::{self, SharedFolderMarker};
+use crate::checkpoint::parts::{self, PartSaver, SharedFolderMarker};
 use crate::config::settings::Settings;
 use crate::device::{Kernels, Peers};
 use crate::disk::Dir;
@@ -20,7 +20,6 @@ use crate::planner::plan::Plan;
 use crate::ranks::links::{EndOfRun, LastResort, Links};
 use crate::signals::StopFlag;
 use std::io::ErrorKind;
-use std::path::Path;
 use std::time::Duration;
 
 /// Meets the other processes of the run of `settings`.
@@ -75,7 +74,7 @@ pub(super) fn follow(settings: &Settings, process_group: &ProcessGroup, stop: &S
     let this = ThisProcess { launch: &launch, plan: &plan, shape: &plan.recipe.model, links };
     let on_alarm = observer.on_alarm();
     let watch = |watched| on_alarm.map(|on_alarm| Watchdog::start(watched, stall_limit(&settings), on_alarm)).transpose();
-    match this.follow(&Following { output_dir: &settings.output_dir }, watch) {
+    match this.follow(&Following(&settings), watch) {
         Error::Rank { .. } => links.end_of_run().and_then(|end| ended(links, end)),
         own => Err(own),
     }
@@ -107,13 +106,11 @@ fn stall_limit(settings: &Settings) -> Duration {
 }
 
 /// Trains, and saves its part at the place that rank 0 sends.
-pub(super) struct Following<'a> {
-    pub(super) output_dir: &'a Path,
-}
+pub(super) struct Following<'a>(pub(super) &'a Settings);
 
 impl FollowEngine for Following<'_> {
     fn run<D: Kernels + Peers>(&self, engine: &mut Engine<D>, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
-        engine.follow_and_save(settle_down, |engine, words| parts::save_own(engine, self.output_dir, words))
+        engine.follow_and_save(settle_down, PartSaver::new(&self.0.output_dir, self.0.save_limit()))
     }
 }
 

@@ -2,9 +2,11 @@
 
 mod ending;
 mod reported_saves;
+mod save_beside;
 mod saving;
 
 use self::reported_saves::ReportedSaves;
+use self::save_beside::SaveBeside;
 use super::evaluation::{Evaluation, Progress, ReportSums};
 use super::facts_line::{FactsLine, RunDescription};
 use super::feed::Feed;
@@ -15,7 +17,6 @@ use super::replanner::{ReplanStep, Replanner};
 use super::run_dir::RunDir;
 use super::sinks::{SinkStart, StepSinks};
 use super::skips::Skips;
-use crate::checkpoint::background::BackgroundSave;
 use crate::checkpoint::carried::Carrier;
 use crate::checkpoint::engine_state;
 use crate::config::settings::Settings;
@@ -121,7 +122,7 @@ pub(crate) struct Session<D: Kernels> {
     last_step_end: Option<Instant>,
     skips: Skips,
     /// The save that runs beside the steps. The engine, which its thread reads, is declared and dropped before it.
-    background: Option<BackgroundSave>,
+    background: Option<SaveBeside>,
     /// The lines about saves that the run has written.
     reported_saves: ReportedSaves,
     /// Time for which saves stopped the run, until a step has reported it.

@@ -3,6 +3,8 @@
 //! The engine, the coordinator and the model's loop run on it unchanged. It therefore shows how a plan would run on another machine, with
 //! the same spans, counters and reports. `world` simulates the machine, `pool` the optimizer's pool; each kernel states its own cost.
 
+mod disk;
+mod disk_writes;
 mod pool;
 mod world;
 
@@ -21,6 +23,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use world::{OpKind, SimWork, World};
 
+pub(crate) use disk::SimDisk;
 pub(crate) use pool::SimPool;
 pub(crate) use world::CLOCK_MAX_NS;
 
@@ -57,6 +60,11 @@ impl SimDevice {
         let (name, rates, (kind, memory)) = (name.into(), rates.clone(), on);
         let device = Self { name, kind, rates, memory, world, next_addr: ALIGN_BYTES, rank: 0, local_ranks: usize::MAX };
         (device, pool)
+    }
+
+    /// The disk of the machine.
+    pub(crate) fn disk(&self) -> SimDisk {
+        SimDisk { world: self.world.clone() }
     }
 
     /// Places this device among `local_ranks` ranks of its process; further ranks belong to other processes.

@@ -4,6 +4,7 @@
 //! operations slow each other down by factors of the profile, so the progress of an operation is a rate that changes whenever another
 //! operation begins or ends.
 
+use super::disk_writes::DiskWrites;
 use crate::device::Stream;
 use crate::hardware::peer_route::PeerRoute;
 use crate::hardware::rates::Rates;
@@ -11,9 +12,10 @@ use crate::trace::Recorder;
 use std::array;
 use std::collections::VecDeque;
 
-/// Lanes: the streams of a device with peers, then the optimizer's pool.
+/// Lanes: the streams of a device with peers, then the optimizer's pool and the disk.
 const POOL: usize = Stream::WITH_PEERS.len();
-const LANES: usize = POOL + 1;
+const DISK: usize = POOL + 1;
+const LANES: usize = DISK + 1;
 /// Work with less than this remaining time counts as done. It exceeds the resolution of the clock after an hour; a smaller value would let
 /// the simulated time stand still.
 const EPSILON_NS: f64 = 1e-2;
@@ -37,6 +39,8 @@ pub(super) enum OpKind {
     Swap,
     /// The CPUs and their memory.
     Adam,
+    /// The disk.
+    Disk,
 }
 
 /// An operation that takes time.
@@ -159,7 +163,7 @@ impl Contention {
                 under_copies(self.compute_under_copies, PeerRoute::Links) * when(active(OpKind::Adam), self.compute_under_adam)
             }
             OpKind::Adam => under_copies(self.adam_under_copies, PeerRoute::Host) * when(active(OpKind::Compute), self.adam_under_compute),
-            OpKind::Paging | OpKind::Swap => 1.0,
+            OpKind::Paging | OpKind::Swap | OpKind::Disk => 1.0,
             OpKind::FromPeer => when(self.peers >= PeerRoute::Links && (out || back), 0.5) * by_adam(self.peers == PeerRoute::Host),
             // Slices between hosts get half of the link, and half of each hop.
             OpKind::OverHosts => when(out || back, (0.25 / self.over_hosts).min(1.0)) * by_adam(true),
@@ -182,6 +186,8 @@ pub(super) struct World {
     speeds: [f64; LANES],
     events: Vec<SimEvent>,
     contention: Contention,
+    /// The save that the disk writes.
+    disk: Option<DiskWrites>,
     waited_ns: f64,
     waited_for_peers_ns: f64,
 }
@@ -189,13 +195,14 @@ pub(super) struct World {
 impl World {
     pub(super) fn new(rates: &Rates, shares_cores: bool, trace_spans: usize) -> Self {
         let track = |lane: usize| Stream::WITH_PEERS.get(lane).map_or("adam", |stream| stream.name());
-        let lanes = array::from_fn(|lane| Lane::new(track(lane), trace_spans));
+        let lanes = array::from_fn(|lane| if lane == DISK { Lane::new("disk", 0) } else { Lane::new(track(lane), trace_spans) });
         Self {
             now_ns: 0.0,
             lanes,
             speeds: [0.0; LANES],
             events: Vec::new(),
             contention: Contention::new(rates, shares_cores),
+            disk: None,
             waited_ns: 0.0,
             waited_for_peers_ns: 0.0,
         }
@@ -264,6 +271,21 @@ impl World {
         self.push_to(POOL, SimOp::Work(work.within_the_clock()));
     }
 
+    /// The disk writes `writes` from now on.
+    pub(super) fn write(&mut self, writes: DiskWrites) {
+        self.disk = Some(writes);
+    }
+
+    /// Gives the disk the pieces that are ready.
+    fn feed_disk(&mut self) {
+        let Some(mut disk) = self.disk.take() else { return };
+        while let Some(alone_ns) = disk.next_ns(self.lanes[DISK].queue.len() + usize::from(self.lanes[DISK].running.is_some())) {
+            let piece = SimWork { kind: OpKind::Disk, name: "write", index: u32::MAX, alone_ns };
+            self.push_to(DISK, SimOp::Work(piece.within_the_clock()));
+        }
+        self.disk = Some(disk);
+    }
+
     pub(crate) fn pool_is_idle(&self) -> bool {
         self.lanes[POOL].is_idle()
     }
@@ -274,6 +296,7 @@ impl World {
 
     /// Advances the clock by the time that the driver works; the lanes make progress meanwhile.
     pub(crate) fn spend(&mut self, ns: f64) {
+        self.feed_disk();
         let until = self.now_ns + ns;
         while let Some(next) = self.next_end_ns().filter(|next| *next <= until) {
             self.pass(next);
@@ -283,6 +306,7 @@ impl World {
 
     /// Advances the clock to the next completion; false when no work is running.
     pub(crate) fn advance(&mut self) -> bool {
+        self.feed_disk();
         let next = self.next_end_ns();
         if let Some(at) = next {
             self.pass(at);
@@ -338,6 +362,7 @@ impl World {
         }
         if has_ended {
             self.settle();
+            self.feed_disk();
         }
     }
 

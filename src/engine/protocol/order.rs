@@ -27,16 +27,20 @@ pub(crate) enum Order {
     Replan,
     /// Save this rank's slices, and write the checksums into the mail buffer. Arguments: two words for the code that saves.
     Save,
-    /// Begin a save of the state after the last step, and publish this rank's part of the state.
+    /// Begin a save of the state after the last step, and publish this rank's part of the state, or write it. Arguments: as of `Save`.
     BeginSave,
     /// Wait until the running save has read this rank's state.
     EndSave,
     /// Write weights of frozen tensors from the mail buffer. Arguments: first element, elements.
     WriteFrozen,
+    /// Write into the mail buffer whether this rank has written its slices of the save that was begun.
+    ReportPart,
+    /// Wait until this rank has written its slices of the save that was begun, and write the checksums into the mail buffer.
+    FinishPart,
 }
 
 impl Order {
-    const ALL: [Self; 14] = [
+    const ALL: [Self; 16] = [
         Self::Step,
         Self::Flush,
         Self::Init,
@@ -51,6 +55,8 @@ impl Order {
         Self::BeginSave,
         Self::EndSave,
         Self::WriteFrozen,
+        Self::ReportPart,
+        Self::FinishPart,
     ];
 
     /// The order of this number, if there is one.
@@ -68,7 +74,7 @@ impl Order {
             Self::Evaluate => "is evaluating",
             Self::Finish => "is ending its threads",
             Self::Replan => "is moving states",
-            Self::Save | Self::BeginSave | Self::EndSave => "is saving",
+            Self::Save | Self::BeginSave | Self::EndSave | Self::ReportPart | Self::FinishPart => "is saving",
         }
     }
 }

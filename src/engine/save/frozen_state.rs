@@ -42,9 +42,7 @@ impl FrozenState {
     /// `Resource` when the engine ended.
     pub fn next(&self) -> Result<Option<usize>> {
         loop {
-            let rung = self.board.writer.rings();
-            let in_memory = self.board.sources().position(|source| source == Source::Memory);
-            let next = in_memory.or_else(|| self.board.sources().position(|source| matches!(source, Source::Copy(_))));
+            let (rung, next) = (self.rings(), self.ready());
             if next.is_none() && self.board.is_complete() {
                 return Ok(None);
             }
@@ -56,6 +54,22 @@ impl FrozenState {
             }
             self.board.writer.wait(rung);
         }
+    }
+
+    /// The bucket that [`FrozenState::next`] would return without waiting.
+    pub(super) fn ready(&self) -> Option<usize> {
+        let in_memory = self.board.sources().position(|source| source == Source::Memory);
+        in_memory.or_else(|| self.board.sources().position(|source| matches!(source, Source::Copy(_))))
+    }
+
+    /// Number of changes that a reader should look at.
+    pub(super) fn rings(&self) -> u64 {
+        self.board.writer.rings()
+    }
+
+    /// Bytes of this rank's state of `bucket`.
+    pub(super) fn bytes(&self, bucket: usize) -> usize {
+        self.copies.arrays().bytes(self.ranges[bucket].len())
     }
 
     /// Reads the stored form of array `part` of `bucket`, from byte `start` of the array on. The bucket comes from [`FrozenState::next`].

@@ -4,3 +4,4 @@ pub(in crate::engine) mod board;
 pub(in crate::engine) mod device_copies;
 pub(crate) mod frozen_state;
 pub(in crate::engine) mod running_save;
+pub(crate) mod simulated_reader;

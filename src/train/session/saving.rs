@@ -1,9 +1,11 @@
 //! Saves of a run: beside its steps where that is possible, or while it stops.
 
+use super::save_beside::SaveBeside;
 use super::{SavedPosition, Session};
 use crate::checkpoint::background::{BackgroundSave, Publication};
 use crate::checkpoint::engine_state::{SAVE_ELEMS, for_each_piece};
 use crate::checkpoint::parts;
+use crate::checkpoint::sliced_save::SlicedSave;
 use crate::checkpoint::{RetainedCheckpoints, SaveRate, Saved, SavedLossScale, Scheduler, TrainerState, Writer};
 use crate::device::Kernels;
 use crate::error::{Error, Result};
@@ -24,9 +26,7 @@ impl<D: Kernels> Session<D> {
     /// # Errors
     /// As [`Session::save_if_new`], and the errors of a save that ran beside the steps.
     pub(crate) fn save_if_due(&mut self, observer: &mut dyn Observer) -> Result<()> {
-        if self.background.as_ref().is_some_and(BackgroundSave::is_over) {
-            self.end_background(observer)?;
-        }
+        self.go_on_saving(observer)?;
         if self.engine.train_step().is_multiple_of(self.settings.save_steps) {
             let start = Instant::now();
             self.save_unless_saved(!self.is_done(), observer)?;
@@ -34,6 +34,25 @@ impl<D: Kernels> Session<D> {
             self.last_step_end = Some(Instant::now());
         }
         Ok(())
+    }
+
+    /// Looks between two steps for the end of the save that runs beside them.
+    fn go_on_saving(&mut self, observer: &mut dyn Observer) -> Result<()> {
+        let Some(save) = &mut self.background else { return Ok(()) };
+        if !save.is_over(&mut self.engine).inspect_err(|_| self.save_failed = true)? {
+            return Ok(());
+        }
+        match self.background.take() {
+            Some(save @ SaveBeside::Slices(_)) => {
+                let publishing = save.written(&mut self.engine).inspect_err(|_| self.save_failed = true)?;
+                self.background = Some(SaveBeside::Whole(publishing));
+                Ok(())
+            }
+            whole => {
+                self.background = whole;
+                self.end_background(observer)
+            }
+        }
     }
 
     /// Saves a checkpoint unless this step has one; nothing before the first step. Makes sure first that the output directory is
@@ -66,7 +85,7 @@ impl<D: Kernels> Session<D> {
     /// Ends a save that still runs when the next one is due. If the directory `has_changed` meanwhile, a failure of that save is no failure
     /// of the run.
     fn await_save_before(&mut self, goes_on: bool, has_changed: bool, observer: &mut dyn Observer) -> Result<()> {
-        let Some(before) = self.background.as_ref().map(BackgroundSave::step) else { return Ok(()) };
+        let Some(before) = self.background.as_ref().map(SaveBeside::step) else { return Ok(()) };
         let start = Instant::now();
         self.end_background_in(has_changed, observer)?;
         let waited = start.elapsed();
@@ -110,7 +129,11 @@ impl<D: Kernels> Session<D> {
             self.engine.end_save().inspect_err(|_| self.is_sound = false)?;
         }
         let Some(save) = self.background.take() else { return Ok(()) };
-        let (step, saved) = (save.step(), save.join());
+        if !self.is_sound && matches!(save, SaveBeside::Slices(_)) {
+            // Another rank has ended, and its slices are lost.
+            return Ok(());
+        }
+        let (step, saved) = (save.step(), save.written(&mut self.engine).and_then(BackgroundSave::join));
         let has_changed = self.hold_directory(observer)? || has_changed;
         match saved {
             Ok(saved) => {
@@ -161,10 +184,17 @@ impl<D: Kernels> Session<D> {
     fn save_in_background(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let step = self.engine.train_step();
         let (run, publication) = self.publication(step)?;
-        let writer = self.begin_whole(run)?;
-        self.sinks.sync(observer);
-        let states = self.engine.begin_save().inspect_err(|_| self.is_sound = false)?;
-        self.background = Some(BackgroundSave::start(writer, step, states, self.engine.table().specs(), publication)?);
+        self.background = Some(if self.plan.site.processes > 1 {
+            self.sinks.sync(observer);
+            let (contents, limit) = ((self.trainer_state()?, run), self.settings.save_limit());
+            let save = SlicedSave::begin(&mut self.engine, self.run_dir.dir(), contents, publication, limit)?;
+            SaveBeside::Slices(Box::new(save))
+        } else {
+            let writer = self.begin_whole(run)?;
+            self.sinks.sync(observer);
+            let states = self.engine.begin_save().inspect_err(|_| self.is_sound = false)?;
+            SaveBeside::Whole(BackgroundSave::start(writer, step, states, self.engine.table().specs(), publication)?)
+        });
         self.progress.saved(step);
         Ok(())
     }
@@ -173,10 +203,10 @@ impl<D: Kernels> Session<D> {
     fn save(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let step = self.engine.train_step();
         self.engine.flush().inspect_err(|_| self.is_sound = false)?;
-        let (run, Publication { model_files, total_limit, spared }) = self.publication(step)?;
+        let (run, publication) = self.publication(step)?;
         let writer = self.write_state(run)?;
         self.sinks.sync(observer);
-        let saved = writer.finish(&model_files, total_limit, spared)?;
+        let saved = publication.finish(writer)?;
         self.progress.saved(step);
         self.record_saved(step, saved, observer);
         Ok(())
@@ -205,8 +235,8 @@ impl<D: Kernels> Session<D> {
     /// A checkpoint with the engine's state, by this process or by all.
     fn write_state(&mut self, run: Run) -> Result<Writer> {
         if self.plan.site.processes > 1 {
-            let trainer = self.trainer_state()?;
-            return parts::save(&mut self.engine, self.run_dir.dir(), trainer, run);
+            let (contents, limit) = ((self.trainer_state()?, run), self.settings.save_limit());
+            return parts::save(&mut self.engine, self.run_dir.dir(), contents, limit);
         }
         let mut writer = self.begin_whole(run)?;
         for_each_piece(&mut self.engine, SAVE_ELEMS, |part, elems| writer.elems(part, elems))?;
@@ -215,7 +245,7 @@ impl<D: Kernels> Session<D> {
 
     /// A checkpoint by this process alone, with disk space for its state.
     fn begin_whole(&self, run: Run) -> Result<Writer> {
-        let rate = SaveRate::new(self.settings.save_rate.map_or(0, |rate| rate.0));
+        let rate = SaveRate::new(self.settings.save_limit());
         let mut writer = Writer::create(self.run_dir.dir(), self.trainer_state()?, run, rate)?;
         self.engine.table().specs().iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
         writer.reserve()?;

@@ -1,7 +1,7 @@
 //! Saves beside steps: the same bytes as saves that stop training, and every way in which one can end.
 
 use crate::checkpoint;
-use crate::config::options::DeviceChoice;
+use crate::config::options::{DeviceChoice, ReplanChoice};
 use crate::config::settings::Settings;
 use crate::disk::faults::{self, Mode};
 use crate::faults::Injection;
@@ -39,13 +39,14 @@ fn slow(dir: &Path, steps: u64, save_steps: u64) -> Settings {
 /// About the bytes of the built-in model's state.
 const STATE_BYTES: u64 = 43_300_000;
 
-/// Steps, notes and warnings in order. It acts once after a step.
+/// Steps, notes and warnings in order. It acts once, after a line.
 #[derive(Default)]
 struct Recorder {
     lines: Vec<String>,
     waits_ms: Vec<f64>,
     device_copies: usize,
-    act: Option<(u64, Box<dyn FnOnce()>)>,
+    /// The end of the line, and the action.
+    act: Option<(String, Box<dyn FnOnce()>)>,
 }
 
 impl Observer for Recorder {
@@ -53,14 +54,11 @@ impl Observer for Recorder {
         self.device_copies = plan.placement.save_copies.device;
     }
     fn step(&mut self, metrics: &StepMetrics) {
-        self.lines.push(format!("step {}", metrics.step));
         self.waits_ms.push(metrics.save_wait_ms);
-        if let Some((_, act)) = self.act.take_if(|(step, _)| *step == metrics.step) {
-            act();
-        }
+        self.push(format!("step {}", metrics.step));
     }
     fn note(&mut self, line: &str) {
-        self.lines.push(line.into());
+        self.push(line.into());
     }
     fn warn(&mut self, line: &str) {
         self.lines.push(format!("warning: {line}"));
@@ -68,8 +66,18 @@ impl Observer for Recorder {
 }
 
 impl Recorder {
+    fn push(&mut self, line: String) {
+        let act = self.act.take_if(|(end, _)| line.ends_with(&*end));
+        self.lines.push(line);
+        act.into_iter().for_each(|(_, act)| act());
+    }
+
     fn acting(step: u64, act: impl FnOnce() + 'static) -> Self {
-        Self { act: Some((step, Box::new(act))), ..Self::default() }
+        Self::acting_after(&format!("step {step}"), act)
+    }
+
+    fn acting_after(line: &str, act: impl FnOnce() + 'static) -> Self {
+        Self { act: Some((line.into(), Box::new(act))), ..Self::default() }
     }
 
     fn place(&self, text: &str) -> usize {
@@ -221,16 +229,57 @@ fn an_evaluation_beside_a_save_neither_waits_for_it_nor_changes() {
     expect_same(&beside, &stopping);
 }
 
+/// The signal comes before a save begins, while states are read and written, when the next save is due, and when a save was published.
 #[test]
-fn a_signal_ends_a_run_after_the_running_save_and_one_of_its_last_step() {
+fn a_signal_in_any_phase_of_a_save_ends_a_run_after_that_save_and_one_of_its_last_step() {
+    for (line, last) in [("step 2", Some(2)), ("step 3", Some(3)), ("step 4", Some(4)), ("checkpoint-2", None)] {
+        let dir = tempfile::tempdir().unwrap();
+        let stop = StopFlag::default();
+        let request = stop.clone();
+        let mut recorder = Recorder::acting_after(line, move || request.request());
+        let summary = train(&slow(dir.path(), 50, 2), &stop, &mut recorder).unwrap();
+        assert!(summary.failure.is_none() && summary.interrupted && last.is_none_or(|last| summary.step == last), "{line}: {summary:?}");
+        let saved = [2, summary.step].map(|step| format!("checkpoint-{step}"));
+        saved.iter().for_each(|name| drop(checkpoint::verify(&dir.path().join(name)).unwrap()));
+        assert!(saved[0] == saved[1] || recorder.place(&saved[0]) < recorder.place(&saved[1]), "{:?}", recorder.lines);
+        let names = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        assert!(names.into_iter().all(|name| !name.starts_with(".checkpoint-")), "{line}");
+    }
+}
+
+#[test]
+fn a_run_that_changes_its_plan_during_a_save_saves_alike() {
     let dir = tempfile::tempdir().unwrap();
-    let stop = StopFlag::default();
-    let request = stop.clone();
-    let mut recorder = Recorder::acting(3, move || request.request());
-    let summary = train(&slow(dir.path(), 50, 2), &stop, &mut recorder).unwrap();
-    assert!(summary.failure.is_none() && summary.interrupted && summary.step == 3);
-    assert!(recorder.place("checkpoint-2") < recorder.place("checkpoint-3"));
-    [2, 3].into_iter().for_each(|step| drop(checkpoint::verify(&dir.path().join(format!("checkpoint-{step}"))).unwrap()));
+    let run_of = |name: &str, replan| {
+        let out = dir.path().join(name);
+        let (summary, recorder) = run(&Settings { replan, ..slow(&out, 12, 2) });
+        assert!(summary.failure.is_none(), "{:?}", summary.failure);
+        (out, recorder)
+    };
+    let (moved, recorder) = run_of("moved", ReplanChoice::Random);
+    let (kept, _) = run_of("kept", ReplanChoice::Off);
+    let moves = recorder.lines.iter().filter(|line| line.contains(": another plan in ")).count();
+    assert!(moves > 1, "{:?}", recorder.lines);
+    (2..=12).step_by(2).map(|step| format!("checkpoint-{step}")).for_each(|name| expect_same(&moved.join(&name), &kept.join(&name)));
+}
+
+#[test]
+fn a_running_run_is_read_from_its_newest_whole_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let place = out.clone();
+    let mut recorder = Recorder::acting(5, move || {
+        let (found, warnings) = checkpoint::find(&place, checkpoint::Check::Now).unwrap();
+        assert!(found.ends_with("checkpoint-2") && warnings.is_empty(), "{found:?} {warnings:?}");
+        fs::write(place.with_file_name("digest"), checkpoint::digest::digest_checkpoint(&found).unwrap()).unwrap();
+    });
+    // A save takes two seconds.
+    let settings = Settings { save_rate: Some(Bytes(STATE_BYTES / 2)), ..slow(&out, 6, 2) };
+    let summary = train(&settings, &StopFlag::default(), &mut recorder).unwrap();
+    assert!(summary.failure.is_none(), "{:?}", summary.failure);
+    let digest = fs::read_to_string(dir.path().join("digest")).unwrap();
+    assert_eq!(checkpoint::digest::digest_checkpoint(&out.join("checkpoint-2")).unwrap(), digest);
+    [4, 6].into_iter().for_each(|step| drop(checkpoint::verify(&out.join(format!("checkpoint-{step}"))).unwrap()));
 }
 
 #[test]
