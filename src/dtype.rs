@@ -4,6 +4,7 @@
 //! value, subnormals are kept, and every NaN narrows to the same quiet NaN, as in the PTX casts.
 
 mod fp8;
+pub(crate) mod mxfp4;
 
 use half::{bf16, f16};
 use std::fmt;

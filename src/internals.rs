@@ -54,6 +54,7 @@ pub mod device {
 }
 
 pub mod dtype {
+    pub use crate::dtype::mxfp4::Mxfp4;
     pub use crate::dtype::{Dtype, E4m3, E5m2, Element};
 }
 

@@ -2,6 +2,7 @@
 
 use crate::program::{CONFIG, Outcome, Workspace, copy_dir, program, run};
 use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -221,4 +222,127 @@ fn losses_of_pairs_evaluation_and_formats_train_with_frozen_tensors() {
     ] {
         train(&workspace, more[0].trim_start_matches('-'), &[&FREEZE[..], &["--max-steps", "3"], more].concat()).digest();
     }
+}
+
+/// A text of the tokens of the golden GPT-OSS, whose vocabulary is eight.
+const FEW_TOKENS: &str = "\u{1}\u{2}\u{3}\u{7}\u{4}\u{5}\u{2}\u{6}\u{7}\u{1}";
+
+/// A workspace with a GPT-OSS of `layers` layers, whose experts are in MXFP4. Each layer has the bytes of the golden layer, turned by its number.
+fn gpt_oss_workspace(layers: usize) -> Workspace {
+    let workspace = workspace("gpt_oss_mxfp4");
+    workspace.write("data.txt", FEW_TOKENS.repeat(70));
+    let (config, weights) = (workspace.path("model/config.json"), workspace.path("model/model.safetensors"));
+    let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&config).unwrap()).unwrap();
+    json["num_hidden_layers"] = layers.into();
+    json["layer_types"] = (0..layers).map(|layer| if layer % 2 == 0 { "sliding_attention" } else { "full_attention" }).collect();
+    fs::write(&config, json.to_string()).unwrap();
+    let bytes = fs::read(&weights).unwrap();
+    let golden = SafeTensors::deserialize(&bytes).unwrap();
+    let mut all = Vec::new();
+    for (name, tensor) in golden.iter() {
+        let copies = if name.contains("layers.0.") { layers } else { 1 };
+        for layer in 0..copies {
+            let mut data = tensor.data().to_vec();
+            if !name.ends_with("_scales") {
+                let turn = 16 * layer % data.len();
+                data.rotate_left(turn);
+            }
+            all.push((name.replace("layers.0.", &format!("layers.{layer}.")), tensor.dtype(), tensor.shape().to_vec(), data));
+        }
+    }
+    let views = all.iter().map(|(name, dtype, shape, data)| (name, TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    fs::write(&weights, safetensors::serialize(views, None).unwrap()).unwrap();
+    workspace
+}
+
+/// Makes the run expand experts when it reads them: its configuration does not name MXFP4.
+fn expand_at_load(workspace: &Workspace) {
+    let path = workspace.path("model/config.json");
+    let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    json.as_object_mut().unwrap().remove("quantization_config").unwrap();
+    fs::write(&path, json.to_string()).unwrap();
+}
+
+const FREEZE_EXPERTS: [&str; 2] = ["--freeze", r"mlp\.experts\..*_proj$"];
+
+#[test]
+fn no_bit_depends_on_whether_frozen_experts_stay_in_mxfp4() {
+    const ALONE: &str = "--gradient-accumulation-steps=2";
+    const SMALL: &str = "--bucket-mib=0.03125";
+    let variants: [&[&str]; 10] = [
+        &[ALONE],
+        &[ALONE, "--adversary=7", "--threads=1"],
+        &[ALONE, SMALL, "--slots=2", "--adversary=8", "--activations=recompute-block"],
+        &[ALONE, "--activations=host"],
+        &[ALONE, "--replan=random", SMALL],
+        &[ALONE, SMALL, "--weights=flow", "--resident-buckets=0"],
+        &[ALONE, SMALL, "--weights=flow", "--resident-buckets=0", "--layer-order=segments:4,4"],
+        &["--gpus=2"],
+        &["--gpus=2", SMALL, "--weights=sharded"],
+        &["--gpus=2", SMALL, "--weights=fully-sharded"],
+    ];
+    let workspace = gpt_oss_workspace(16);
+    let shared = ["--gradient-shares=2", "--max-steps=4"];
+    let of = |flags: &[&str]| {
+        let outcome = train(&workspace, "out", &[&FREEZE_EXPERTS[..], &shared, flags].concat());
+        (outcome.digest().to_string(), outcome.stdout.contains("32 frozen tensors of experts stay in MXFP4"))
+    };
+    let packed: Vec<_> = variants.iter().map(|flags| of(flags)).collect();
+    expand_at_load(&workspace);
+    let (digest, stays) = of(&[ALONE]);
+    assert!(!stays);
+    for (flags, found) in variants.iter().zip(packed) {
+        assert_eq!(found, (digest.clone(), true), "{flags:?}");
+    }
+}
+
+#[test]
+fn a_run_with_experts_in_mxfp4_resumes_and_exports_like_one_that_expands_them() {
+    let workspace = gpt_oss_workspace(2);
+    let eval = workspace.path("data.txt");
+    let flags = |steps: &'static str| {
+        [&FREEZE_EXPERTS[..], &["--eval-data", eval.to_str().unwrap(), "--eval-steps", "2", "--max-steps", steps]].concat()
+    };
+    train(&workspace, "half", &[&flags("4")[..], &["--save-steps", "2"]].concat()).digest();
+    let source = tensors(&workspace.path("model"));
+    let config = fs::read(workspace.path("model/config.json")).unwrap();
+    expand_at_load(&workspace);
+    let digest = train(&workspace, "whole", &flags("6")).digest().to_string();
+    // A checkpoint names the bytes of the source, which both runs share.
+    let expanded = train(&workspace, "half", &[&flags("5")[..], &["--resume-from-checkpoint", "auto"]].concat());
+    assert_eq!(expanded.code, 0, "{expanded:?}");
+    fs::write(workspace.path("model/config.json"), &config).unwrap();
+    let resumed = run(program(&["resume", "--max-steps", "6"]).arg(workspace.path("half")));
+    assert_eq!(resumed.code, 0, "{resumed:?}");
+    assert_eq!(run(program(&["digest"]).arg(workspace.path("half"))).digest(), digest);
+    let (packed, whole) = (export(&workspace, "half", "packed"), export(&workspace, "whole", "expanded"));
+    assert_eq!(packed, whole);
+    assert!(
+        source.iter().filter(|(name, _)| name.contains("_proj_")).all(|(name, bytes)| name.ends_with("bias") || packed[name] == *bytes)
+    );
+    let losses = |out: &str| workspace.metrics(out).iter().map(|line| line["eval_loss"].clone()).next_back();
+    assert_eq!(losses("half"), losses("whole"));
+    let sampled = |out: &str| run(program(&["sample", "--prompt", "\u{1}\u{2}"]).arg(workspace.path(out)));
+    let (half, whole) = (sampled("half"), sampled("whole"));
+    assert_eq!((half.code, &half.stdout), (0, &whole.stdout), "{half:?}");
+}
+
+#[test]
+fn experts_in_mxfp4_train_in_every_format_and_are_refused_beyond_it() {
+    let workspace = gpt_oss_workspace(2);
+    for dtype in ["float32", "float16", "bfloat16"] {
+        let first = train(&workspace, dtype, &[&FREEZE_EXPERTS[..], &["--max-steps", "2", "--dtype", dtype]].concat());
+        first.digest();
+        assert_eq!(first.stdout.contains("stay in MXFP4"), dtype == "bfloat16", "{first:?}");
+        for more in [&["resume", "--max-steps", "3"][..], &["sample", "--prompt", "\u{1}"]] {
+            let outcome = run(program(more).arg(workspace.path(dtype)));
+            assert_eq!(outcome.code, 0, "{dtype}: {outcome:?}");
+        }
+    }
+    fs::copy(golden("gpt_oss_mxfp4").join("unpacked.safetensors"), workspace.path("model/model.safetensors")).unwrap();
+    let mut json: serde_json::Value = serde_json::from_slice(&fs::read(workspace.path("model/config.json")).unwrap()).unwrap();
+    (json["num_hidden_layers"], json["layer_types"]) = (1.into(), serde_json::json!(["sliding_attention"]));
+    fs::write(workspace.path("model/config.json"), json.to_string()).unwrap();
+    let other = refused(&workspace, "other", &[&FREEZE_EXPERTS[..], &["--max-steps", "2"]].concat());
+    assert!(other.contains("is BF16, config.json implies MXFP4; remove quantization_config from config.json"), "{other}");
 }

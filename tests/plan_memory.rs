@@ -5,6 +5,7 @@ use crate::planned;
 use crate::support::{settings, tiny_delta, tiny_llama, tiny_moe};
 use superoffload::internals::bucket::Tier;
 use superoffload::internals::device::{DeviceKind, Kernels};
+use superoffload::internals::dtype::Dtype;
 use superoffload::internals::engine::Engine;
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::host::MemoryPolicy;
@@ -45,6 +46,30 @@ fn a_frozen_parameter_takes_two_bytes_and_every_class_matches_allocations() {
             assert_eq!(bytes("unused gradients"), 2 * width * longest, "{plan}");
             assert_eq!(bytes("weights"), width * table.flat_elems(), "{plan}");
         }
+    }
+}
+
+#[test]
+fn frozen_experts_in_mxfp4_take_four_and_a_quarter_bits_and_every_class_matches_allocations() {
+    let common = "seq-length = 16\nper-device-train-batch-size = 3\nbucket-mib = 0.03125\n";
+    let freeze = [r"mlp\.experts\..*proj$", r"layers\.3\."].map(String::from);
+    let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/gpt_oss_mxfp4/config.json");
+    let whole = ModelShape::read(&golden).unwrap().with_layers(6);
+    for more in ["", "strategy = \"no-offload\"\n", "gradient-shares = 3\n", "activations = \"host\"\n", "dtype = \"float32\"\n"] {
+        let packs = !more.contains("float32");
+        let dtype = if packs { Dtype::Bfloat16 } else { Dtype::Float32 };
+        let shape = whole.clone().computing_in(dtype).freezing(FreezeRules { freeze: &freeze, train_only: &[] }).unwrap();
+        let plan = compare(&format!("{common}{more}"), &shape, &Machine::cpu(2));
+        let bytes = |name| plan.forecast.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
+        // Three experts of 64 x 64 and 64 x 32 in each layer.
+        let elems = 3 * 64 * (64 + 32);
+        let want = if packs { (6 * elems * 17 / 32, 2 * elems) } else { (0, 0) };
+        assert_eq!((bytes("packed experts"), bytes("expanded experts")), want, "{plan}");
+        let frozen: usize = TensorTable::new(&shape).frozen().iter().map(|spec| spec.elems().next_multiple_of(128)).sum();
+        assert_eq!(bytes("frozen weights"), frozen * plan.recipe.numerics.dtype.bytes(), "{plan}");
+        let line =
+            "  packed      12 frozen tensors of experts stay in MXFP4 (57.4 KiB); each pass of a layer expands its own into 36.0 KiB";
+        assert_eq!(plan.to_string().lines().any(|found| found == line), packs, "{plan}");
     }
 }
 

@@ -36,12 +36,21 @@ impl Settings {
         }
     }
 
-    /// `shape` with the tensors frozen that these settings choose.
+    /// `shape` with the format and the frozen tensors that these settings choose.
     ///
     /// # Errors
     /// Errors of [`ModelShape::freezing`].
     pub(crate) fn freezing(&self, shape: ModelShape) -> Result<ModelShape> {
-        shape.freezing(FreezeRules { freeze: &self.freeze, train_only: &self.train_only })
+        shape.computing_in(self.weight_dtype()).freezing(FreezeRules { freeze: &self.freeze, train_only: &self.train_only })
+    }
+
+    /// Format of weights, activations and gradients on the device.
+    pub(crate) fn weight_dtype(&self) -> Dtype {
+        match self.dtype {
+            TrainDtype::Bfloat16 => Dtype::Bfloat16,
+            TrainDtype::Float16 => Dtype::Float16,
+            TrainDtype::Float32 => Dtype::Float32,
+        }
     }
 
     /// The saves of a run on a disk that takes `save_rate`; `None` if no rate is set.
@@ -72,11 +81,7 @@ impl Settings {
             rows: self.row_order(),
             step: self.cut().shape(self.split()),
             numerics: Numerics {
-                dtype: match self.dtype {
-                    TrainDtype::Bfloat16 => Dtype::Bfloat16,
-                    TrainDtype::Float16 => Dtype::Float16,
-                    TrainDtype::Float32 => Dtype::Float32,
-                },
+                dtype: self.weight_dtype(),
                 fp8: self.matmul_dtype == Some(MatmulDtype::Fp8),
                 moments: self.moments,
                 attention: Attention::Plain,

@@ -14,6 +14,7 @@ mod logits;
 pub(crate) mod memory;
 mod module_events;
 mod orders;
+mod packed_mail;
 mod pair_sums;
 pub(crate) mod part_saves;
 mod passes;

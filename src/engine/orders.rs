@@ -1,6 +1,7 @@
 //! Start of the ranks of one process, and the loop of ranks other than rank 0.
 
 use super::executor::{Engine, StepData};
+use super::packed_mail;
 use super::pair_sums::{KEEP_PAIR_SUMS, POST_PAIR_SUMS};
 use super::part_saves::{NoSlices, SaveSlices};
 use super::pool::Pool;
@@ -15,6 +16,7 @@ use super::step_job::StepJob;
 use super::watch::driver_state::DriverActivity;
 use crate::bucket::layout::Tier;
 use crate::device::{EventId, Kernels, Peers, Sides};
+use crate::dtype::mxfp4::BLOCK_ELEMS;
 use crate::error::{Error, Result};
 use crate::faults::FaultPhase;
 use crate::model::shape::ModelShape;
@@ -202,6 +204,7 @@ impl<D: Kernels + Peers> Engine<D> {
                 self.write_own(part, flat.start, &piece)
             }
             Order::WriteFrozen => self.take_frozen([words[0], words[1]]),
+            Order::WritePacked => self.take_packed([words[0], words[1]]),
             Order::Read => {
                 self.inject(FaultPhase::Read)?;
                 let (part, piece) = self.piece_of(words)?;
@@ -253,6 +256,19 @@ impl<D: Kernels + Peers> Engine<D> {
         self.write_own_frozen(flat.start, &piece)
     }
 
+    /// Writes weights of frozen tensors in MXFP4 from the mail buffer: so many elements from the first one on.
+    ///
+    /// # Errors
+    /// `Resource` when there is no such range of whole blocks; errors of the device.
+    fn take_packed(&mut self, words: [u64; 2]) -> Result<()> {
+        let range = range_of(words, self.model.table.packed_elems(), packed_mail::elems(self.exchange.mail_words()))
+            .filter(|range| [range.start, range.end].iter().all(|end| end.is_multiple_of(BLOCK_ELEMS)))
+            .ok_or_else(|| Error::resource("follow process 0", "it has other frozen tensors in MXFP4 than this process"))?;
+        let mut piece = packed_mail::empty(range.len());
+        self.exchange.mail(0, &mut piece);
+        self.write_own_packed(range.start, packed_mail::piece(&piece, range.len()))
+    }
+
     /// Receives the micro-batches that rank 0 has sent to this rank.
     fn take_batches(&mut self) {
         for place in 0..self.plan.micro_batches_of_rank() {
@@ -300,9 +316,9 @@ mod tests {
         let int8 = |start| piece_of([1, start, 40, 0, 0, 0], Moments::Int8.arrays(), 256, 40).map_err(|e| e.to_string());
         assert_eq!(int8(128), Ok((StatePart::M, 128..168)));
         assert!(int8(130).unwrap_err().contains("40 elements from 130 on"), "groups are stored whole");
-        for number in [16, 255, 1 << 32, u64::MAX] {
+        for number in [17, 255, 1 << 32, u64::MAX] {
             assert_eq!(Order::of(number), None);
         }
-        assert_eq!((Order::of(0), Order::of(15)), (Some(Order::Step), Some(Order::FinishPart)));
+        assert_eq!((Order::of(0), Order::of(16)), (Some(Order::Step), Some(Order::WritePacked)));
     }
 }

@@ -2,6 +2,7 @@
 
 use super::executor::Engine;
 use super::memory::permanent::Memory;
+use super::packed_mail;
 use super::protocol::order::Order;
 use super::protocol::route::Hop;
 use super::ranks::exchange::OrderWords;
@@ -11,6 +12,7 @@ use crate::bucket::slices::Slices;
 use crate::data::rows::batch::Batches;
 use crate::device::{Cast, Kernels, Stream};
 use crate::dtype::Dtype;
+use crate::dtype::mxfp4::{BLOCK_ELEMS, Mxfp4};
 use crate::error::Result;
 use crate::faults::FaultPhase;
 use crate::model::tensors::Module;
@@ -75,6 +77,34 @@ impl<D: Kernels> Engine<D> {
     pub(super) fn write_own_frozen(&mut self, start: usize, source: &[f32]) -> Result<()> {
         let Memory { frozen, bounce_buffer, .. } = &self.memory;
         frozen.write((&mut self.dev, &mut self.host), bounce_buffer, start, source)
+    }
+
+    /// Sets weights of frozen tensors in MXFP4 from element `start` of their range on.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    ///
+    /// # Panics
+    /// If the range exceeds that of packed tensors.
+    pub fn write_packed(&mut self, start: usize, source: Mxfp4<'_>) -> Result<()> {
+        let piece_elems = packed_mail::elems(self.exchange.mail_words()).min(source.elems()).max(BLOCK_ELEMS);
+        for at in (0..source.elems()).step_by(piece_elems) {
+            let piece = source.slice(at, piece_elems.min(source.elems() - at));
+            self.await_done()?;
+            if self.exchange.slices().ranks() > 1 {
+                self.exchange.post(0, &packed_mail::words(piece));
+            }
+            self.lead(Order::WritePacked, [(start + at) as u64, piece.elems() as u64, 0, 0, 0, 0])?;
+            let written = self.write_own_packed(start + at, piece);
+            self.named(written)?;
+        }
+        Ok(())
+    }
+
+    /// Like [`Engine::write_packed`], for this rank only.
+    pub(super) fn write_own_packed(&mut self, start: usize, source: Mxfp4<'_>) -> Result<()> {
+        let Memory { frozen, bounce_buffer, .. } = &self.memory;
+        frozen.write_packed((&mut self.dev, &mut self.host), bounce_buffer, start, source)
     }
 
     /// Elements of a piece of state that the mail buffer carries.

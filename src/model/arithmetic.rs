@@ -30,6 +30,8 @@ impl ModelShape {
             media_tokens: _,
             // Checkpoints list frozen tensors.
             frozen: _,
+            // Expansion is exact.
+            packs_experts: _,
         } = self;
         let fields = [
             ("vocab_size", json!(vocab)),

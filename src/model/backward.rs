@@ -83,6 +83,7 @@ impl Model {
     }
 
     fn backward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, micro: MicroStep) -> Result<()> {
+        self.expand_experts(dev, layer)?;
         for (nth, tile) in self.mlp_tiles(layer).enumerate() {
             self.recompute_mlp(dev, layer, &tile)?;
             match self.experts(layer) {

@@ -82,6 +82,7 @@ impl Model {
         }
         self.forward_attention(run, layer, act, Attending::New)?;
         let dev = run.dev();
+        self.expand_experts(dev, layer)?;
         for tile in self.mlp_tiles(layer) {
             let act = &tile.act;
             self.forward_mlp(dev, layer, act, Routing::New)?;

@@ -42,6 +42,16 @@ pub(crate) fn init_frozen(table: &TensorTable, seed: u64, start: usize, out: &mu
     init_specs((table.frozen(), table.frozen_elems()), seed, start, out, threads)
 }
 
+/// The scale of random packed weights, `2^-7`: with all codes equally likely, their standard deviation is 0.023.
+pub(crate) const INIT_SCALE: u8 = 120;
+
+/// Fills `out` with random codes of packed weights, from byte `start` of the range on. They serve to measure times: random weights cannot be
+/// frozen in a run.
+pub(crate) fn init_codes(seed: u64, start: usize, out: &mut [u8]) {
+    let mut rng = stream(seed, usize::MAX, start.div_ceil(4));
+    rng.fill_bytes(out);
+}
+
 /// Fills `out` from element `start` of the range of `specs` on, which has `all` elements.
 fn init_specs((specs, all): (&[TensorSpec], usize), seed: u64, start: usize, out: &mut [f32], threads: usize) -> Result<()> {
     assert!(

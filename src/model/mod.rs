@@ -57,7 +57,7 @@ use std::ops::Range;
 use tensors::TensorTable;
 
 pub(crate) use head::{HeadGradients, MicroStep};
-pub(crate) use params::ParamMemory;
+pub(crate) use params::{FrozenMemory, ParamMemory};
 
 /// A model on a device: its weights, its gradients and the memory of one micro-batch. Names and offsets are resolved at construction; the
 /// passes only enqueue kernels and allocate nothing.

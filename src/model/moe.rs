@@ -45,6 +45,12 @@ impl Model {
         self.activations.layers.iter().find_map(|layer| layer.routed).map(|routed| routed.all_bounds.0)
     }
 
+    /// Expands the matrices of `layer` that stay in MXFP4, before the products of a pass. The expanded matrices are valid until those of
+    /// another layer are expanded.
+    pub(super) fn expand_experts<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<()> {
+        self.layers[layer].expansions.iter().try_for_each(|expansion| dev.launch(*expansion))
+    }
+
     /// The MLP of `layer`, if it has experts.
     pub(super) fn experts(&self, layer: usize) -> Option<MoeLayer<'_>> {
         let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);

@@ -2,8 +2,9 @@
 
 use super::fp8::{Fp8Linear, LastWriter};
 use super::tensors::{Module, Role, TensorSpec, TensorTable};
-use crate::device::{DeviceSlice, ScaleCell};
+use crate::device::{Device, DeviceSlice, ExpandMxfp4, ScaleCell};
 use crate::dtype::Dtype;
+use crate::dtype::mxfp4::{BLOCK_BYTES, Mxfp4};
 use crate::error::{Error, Result};
 use std::ops::Range;
 
@@ -95,6 +96,8 @@ pub(super) struct LayerParams {
     pub(crate) shared: Option<SharedParams>,
     pub(crate) mlp_in: LinearParams,
     pub(crate) mlp_out: LinearParams,
+    /// Expansions of the layer's matrices in MXFP4 into the memory of their values, which all layers share.
+    pub(crate) expansions: Vec<ExpandMxfp4>,
 }
 
 /// Tensors of a gated delta rule.
@@ -126,33 +129,71 @@ pub(super) struct HeadParams {
     pub output: LinearParams,
 }
 
-/// The memory of a model's parameters, all of it in the compute format.
+/// The memory of a model's parameters, in the compute format unless stated otherwise.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ParamMemory {
     /// Flat weights of trained tensors, `[table.flat_elems()]`.
     pub(crate) weights: DeviceSlice,
     /// Flat gradients, `[table.flat_elems()]`.
     pub(crate) grads: DeviceSlice,
-    /// Weights of frozen tensors, `[table.frozen_elems()]`.
-    pub(crate) frozen: DeviceSlice,
+    pub(crate) frozen: FrozenMemory,
+}
+
+/// The memory of frozen tensors, in the compute format unless stated otherwise.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FrozenMemory {
+    /// Weights of frozen tensors in the compute format, `[table.frozen_elems()]`.
+    pub(crate) weights: DeviceSlice,
     /// Memory for gradients that nothing reads, `[table.unused_grad_elems()]`.
     pub(crate) unused_grads: DeviceSlice,
+    /// Codes of all tensors in MXFP4, then their scales: uint8 `[table.packed_bytes()]`.
+    packed: DeviceSlice,
+    /// The expanded tensors of one module, `[table.expanded_elems()]`.
+    expanded: DeviceSlice,
+}
+
+impl FrozenMemory {
+    /// Allocates the memory of the frozen tensors of `table`.
+    ///
+    /// # Errors
+    /// `Resource` when memory is not available.
+    pub(crate) fn alloc<D: Device>(dev: &mut D, table: &TensorTable, dtype: Dtype) -> Result<Self> {
+        Ok(Self {
+            weights: dev.alloc("frozen weights", table.frozen_elems(), dtype)?,
+            unused_grads: dev.alloc("unused gradients", table.unused_grad_elems(), dtype)?,
+            packed: dev.alloc("packed experts", table.packed_bytes(), Dtype::Uint8)?,
+            expanded: dev.alloc("expanded experts", table.expanded_elems(), dtype)?,
+        })
+    }
+
+    /// Codes and scales of `elems` packed elements from element `start` of their range on; both are whole blocks.
+    pub(crate) fn packed(&self, start: usize, elems: usize) -> [DeviceSlice; 2] {
+        let ([code, scale], [codes, scales]) = (Mxfp4::bytes(start), Mxfp4::bytes(elems));
+        [self.packed.slice(code, codes), self.packed.slice(self.all_codes() + scale, scales)]
+    }
+
+    /// Bytes of the codes of all tensors.
+    fn all_codes(&self) -> usize {
+        self.packed.elems() / (BLOCK_BYTES + 1) * BLOCK_BYTES
+    }
 }
 
 impl ParamMemory {
-    /// Checks the lengths for `table`, and that all formats are `dtype`.
+    /// Checks the lengths for `table`, and that the compute format is `dtype`.
     pub(super) fn check(&self, table: &TensorTable, dtype: Dtype) -> Result<()> {
-        let flat = table.flat_elems();
+        let (flat, FrozenMemory { weights, unused_grads, packed, expanded }) = (table.flat_elems(), self.frozen);
         let all = [
-            ("weights", self.weights, flat),
-            ("gradients", self.grads, flat),
-            ("frozen weights", self.frozen, table.frozen_elems()),
-            ("unused gradients", self.unused_grads, table.unused_grad_elems()),
+            ("weights", self.weights, flat, dtype),
+            ("gradients", self.grads, flat, dtype),
+            ("frozen weights", weights, table.frozen_elems(), dtype),
+            ("unused gradients", unused_grads, table.unused_grad_elems(), dtype),
+            ("packed experts", packed, table.packed_bytes(), Dtype::Uint8),
+            ("expanded experts", expanded, table.expanded_elems(), dtype),
         ];
-        match all.into_iter().find(|(_, slice, want)| slice.elems() != *want || slice.dtype() != dtype) {
+        match all.into_iter().find(|(_, slice, elems, dtype)| (slice.elems(), slice.dtype()) != (*elems, *dtype)) {
             None => Ok(()),
-            Some((name, slice, want)) => {
-                Err(Error::usage(format_args!("model {name}: {} of {}, expected {want} of {dtype}", slice.elems(), slice.dtype())))
+            Some((name, slice, elems, dtype)) => {
+                Err(Error::usage(format_args!("model {name}: {} of {}, expected {elems} of {dtype}", slice.elems(), slice.dtype())))
             }
         }
     }
@@ -189,7 +230,17 @@ impl Flat<'_> {
             shared: self.shared(module),
             mlp_in: self.linear(module, Role::MlpIn, Some(Role::MlpInBias)),
             mlp_out: self.linear(module, Role::MlpOut, Some(Role::MlpOutBias)),
+            expansions: self.expansions(module),
         }
+    }
+
+    fn expansions(&self, module: Module) -> Vec<ExpandMxfp4> {
+        let packed = self.table.packed().iter().filter(|spec| spec.module == module);
+        let expansion = |spec: &TensorSpec| {
+            let [codes, scales] = self.memory.frozen.packed(spec.offset_elems, spec.elems());
+            ExpandMxfp4 { codes, scales, out: self.value(spec) }
+        };
+        packed.map(expansion).collect()
     }
 
     /// The projections to queries, keys and values, and to the gate of attention's output.
@@ -264,7 +315,7 @@ impl Flat<'_> {
     fn slice(&self, spec: &TensorSpec) -> Param {
         let unused = || {
             let place = self.table.unused_grad(spec);
-            self.memory.unused_grads.slice(place.start, place.len())
+            self.memory.frozen.unused_grads.slice(place.start, place.len())
         };
         Param { value: self.value(spec), grad: self.grad(spec).unwrap_or_else(unused) }
     }
@@ -274,8 +325,12 @@ impl Flat<'_> {
     }
 
     fn value(&self, spec: &TensorSpec) -> DeviceSlice {
-        let range = if spec.frozen { self.memory.frozen } else { self.memory.weights };
-        range.slice(spec.offset_elems, spec.elems())
+        let ParamMemory { weights, frozen, .. } = &self.memory;
+        match spec.frozen {
+            _ if spec.packed => frozen.expanded.slice(self.table.expanded(spec).start, spec.elems()),
+            true => frozen.weights.slice(spec.offset_elems, spec.elems()),
+            false => weights.slice(spec.offset_elems, spec.elems()),
+        }
     }
 
     fn grad(&self, spec: &TensorSpec) -> Option<DeviceSlice> {

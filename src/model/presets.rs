@@ -11,7 +11,7 @@ use std::path::Path;
 /// `Qwen/Qwen3-VL-8B-Instruct`, `mistralai/Ministral-3-14B-Base-2512`, `mistralai/Mistral-Small-3.1-24B-Base-2503` and
 /// `google/gemma-3-27b-pt`; the other presets are published under their own names, `qwen3.5-9b` as `Qwen/Qwen3.5-9B` and
 /// `qwen3-next-80b-a3b` as `Qwen/Qwen3-Next-80B-A3B-Instruct`. Presets of multimodal models have the text part alone.
-pub const PRESETS: [(&str, &str); 26] = [
+pub const PRESETS: [(&str, &str); 27] = [
     ("qwen3-4b", include_str!("presets/qwen3-4b.json")),
     ("llama-8b", include_str!("presets/llama-8b.json")),
     ("qwen3-14b", include_str!("presets/qwen3-14b.json")),
@@ -19,6 +19,7 @@ pub const PRESETS: [(&str, &str); 26] = [
     ("gpt-5b", include_str!("presets/gpt-5b.json")),
     ("olmoe-1b-7b", include_str!("presets/olmoe-1b-7b.json")),
     ("gpt-oss-20b", include_str!("presets/gpt-oss-20b.json")),
+    ("gpt-oss-120b", include_str!("presets/gpt-oss-120b.json")),
     ("qwen3-30b-a3b", include_str!("presets/qwen3-30b-a3b.json")),
     ("mixtral-8x7b", include_str!("presets/mixtral-8x7b.json")),
     ("gemma-2-2b", include_str!("presets/gemma-2-2b.json")),
@@ -147,6 +148,7 @@ mod tests {
         for (name, params, taken) in [
             ("olmoe-1b-7b", 6_919_161_856, 1_178_861_568),
             ("gpt-oss-20b", 20_914_757_184, 3_607_142_400),
+            ("gpt-oss-120b", 116_829_156_672, 5_131_100_160),
             ("qwen3-30b-a3b", 30_532_122_624, 3_041_656_832),
             ("mixtral-8x7b", 46_702_792_704, 12_748_587_008),
             ("qwen3.5-35b-a3b", 34_660_610_688, 2_945_269_760),

@@ -128,6 +128,9 @@ pub struct ModelShape {
     pub(crate) media_tokens: Vec<MediaToken>,
     /// Names in the table of the tensors that training leaves as they are.
     pub frozen: BTreeSet<String>,
+    /// Whether frozen matrices of experts stay in MXFP4 on the device. A `config.json` with MXFP4 permits it; the format of weights decides:
+    /// see [`ModelShape::computing_in`].
+    pub packs_experts: bool,
 }
 
 impl ModelShape {
@@ -135,6 +138,12 @@ impl ModelShape {
     /// tensors that differ.
     pub(crate) fn untied_if(self, has_head: bool) -> Self {
         Self { tied: self.tied && !has_head, ..self }
+    }
+
+    /// This model with weights of `dtype`. Numbers in MXFP4 are exact in bfloat16; in other formats frozen experts have the format of all
+    /// weights.
+    pub fn computing_in(self, dtype: Dtype) -> Self {
+        Self { packs_experts: self.packs_experts && dtype == Dtype::Bfloat16, ..self }
     }
 
     /// Whether no sequence may be longer than [`ModelShape::max_positions`].

@@ -3,7 +3,7 @@
 //! Weights, gradients, fp32 parameters and both moments use the same offsets. Tensors are ordered as their gradients become final, so that
 //! a contiguous bucket is complete early: [`Module::Head`], the last layer down to layer 0, [`Module::Embed`].
 //!
-//! Frozen tensors have only weights. They lie in a range of their own, in the same order.
+//! Frozen tensors have only weights. They lie in a range of their own, in the same order; frozen tensors that stay in MXFP4 lie in a third one.
 
 mod counts;
 mod delta;
@@ -219,11 +219,6 @@ impl HfPart {
         let count = self.stacked.unwrap_or(1);
         (count, self.rows / count)
     }
-
-    /// Whether files may store this part in MXFP4.
-    pub(crate) fn may_be_packed(&self) -> bool {
-        self.stacked.is_some() && self.transposed && !self.either_way
-    }
 }
 
 /// One tensor of the flat range.
@@ -238,10 +233,12 @@ pub struct TensorSpec {
     pub module: Module,
     /// `[out, in]` row-major, or `[n]`.
     pub shape: Vec<usize>,
-    /// First element in the flat range, or in the range of frozen tensors; a multiple of [`TENSOR_ALIGN_ELEMS`].
+    /// First element in the flat range, in the range of frozen tensors, or in that of packed tensors; a multiple of [`TENSOR_ALIGN_ELEMS`].
     pub offset_elems: usize,
     /// Whether training leaves the tensor as it is.
     pub frozen: bool,
+    /// Whether the tensor is frozen and stays in MXFP4 on the device.
+    pub packed: bool,
     /// Number of experts in the tensor, and number of experts for each token; 1 and 1 without experts.
     pub(crate) experts: (usize, usize),
     /// Whether weight decay applies: matrices, embeddings and, as in the Hugging Face Trainer, sinks; not norms and biases.
@@ -260,19 +257,9 @@ impl TensorSpec {
         self.shape.iter().product()
     }
 
-    /// Range in the flat range, or in the range of frozen tensors, without padding.
+    /// Range in the flat range, in the range of frozen tensors, or in that of packed tensors, without padding.
     pub fn range(&self) -> Range<usize> {
         self.offset_elems..self.offset_elems + self.elems()
-    }
-
-    /// Leading rows of gates in a projection to queries, keys and values; 0 without gates.
-    pub(super) fn gate_rows(&self) -> usize {
-        self.files.iter().filter_map(|file| file.interleaved.map(|order| order.gate_rows(file.rows))).sum()
-    }
-
-    /// Elements in the products of a token: all, or those of the experts that it uses.
-    fn multiplied_elems(&self) -> usize {
-        self.elems() / self.experts.0 * self.experts.1
     }
 
     /// Elements of one row: 1 for vectors.
@@ -317,7 +304,10 @@ impl TensorSpec {
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorTable {
     specs: Vec<TensorSpec>,
+    /// Frozen tensors in the compute format.
     frozen: Vec<TensorSpec>,
+    /// Frozen tensors in MXFP4.
+    packed: Vec<TensorSpec>,
     /// First element of every module in backward order, then the end.
     module_starts: Vec<usize>,
     /// Elements of the longest module that a ring may hold, and of the longest pair of such modules in flat order.
@@ -327,7 +317,7 @@ pub struct TensorTable {
 impl TensorTable {
     /// The table of `shape`.
     pub fn new(shape: &ModelShape) -> Self {
-        let mut builder = TableBuilder { shape, names: shape.family.spec().names, specs: Vec::new(), end: 0, frozen_end: 0 };
+        let mut builder = TableBuilder { shape, names: shape.family.spec().names, specs: Vec::new(), end: 0, frozen_end: 0, packed_end: 0 };
         let mut module_starts = vec![0];
         builder.head();
         module_starts.push(builder.end);
@@ -338,8 +328,9 @@ impl TensorTable {
         builder.embed();
         module_starts.push(builder.end.next_multiple_of(FLAT_ALIGN_ELEMS));
         let longest_streamed = longest(&module_starts);
-        let (frozen, specs) = builder.specs.into_iter().partition(|spec| spec.frozen);
-        Self { specs, frozen, module_starts, longest_streamed }
+        let (frozen, specs): (Vec<_>, _) = builder.specs.into_iter().partition(|spec| spec.frozen);
+        let (packed, frozen) = frozen.into_iter().partition(|spec| spec.packed);
+        Self { specs, frozen, packed, module_starts, longest_streamed }
     }
 
     /// Elements of the longest module that a ring may hold: every module but the embeddings.
@@ -368,7 +359,7 @@ impl TensorTable {
     /// # Panics
     /// If the model has no such layer.
     pub fn find(&self, module: Module, role: Role) -> Option<&TensorSpec> {
-        let frozen = self.frozen.iter().filter(|spec| spec.module == module);
+        let frozen = self.all_frozen().filter(|spec| spec.module == module);
         self.of(module).iter().chain(frozen).find(|spec| spec.role == role)
     }
 
@@ -439,6 +430,8 @@ struct TableBuilder<'a> {
     end: usize,
     /// End of the range of frozen tensors.
     frozen_end: usize,
+    /// End of the range of packed tensors.
+    packed_end: usize,
 }
 
 impl TableBuilder<'_> {
@@ -448,11 +441,16 @@ impl TableBuilder<'_> {
             _ => role.name(false).to_string(),
         };
         let decay = shape.len() == 2 || matches!(role, Role::Sinks | Role::DeltaRate);
-        let (index, frozen, experts) = (self.specs.len(), self.shape.frozen.contains(&name), (1, 1));
-        let end = if frozen { &mut self.frozen_end } else { &mut self.end };
-        let spec =
-            TensorSpec { index, name, role, module, shape, offset_elems: *end, frozen, experts, decay, init, files, experts_path: None };
-        *end = (*end + spec.elems()).next_multiple_of(TENSOR_ALIGN_ELEMS);
+        let (index, frozen, experts_path) = (self.specs.len(), self.shape.frozen.contains(&name), None);
+        let packed = frozen && self.shape.packs_experts && files.iter().all(HfPart::may_be_packed);
+        let end = match (frozen, packed) {
+            (_, true) => &mut self.packed_end,
+            (true, false) => &mut self.frozen_end,
+            (false, false) => &mut self.end,
+        };
+        let (offset_elems, experts) = (*end, (1, 1));
+        let spec = TensorSpec { index, name, role, module, shape, offset_elems, frozen, packed, experts, decay, init, files, experts_path };
+        *end = (offset_elems + spec.elems()).next_multiple_of(TENSOR_ALIGN_ELEMS);
         self.specs.push(spec);
     }
 

@@ -8,7 +8,7 @@ use super::policy::LayerPolicy::{self, Host, HostAttention, Keep, RecomputeBlock
 use super::rope::RopeTable;
 use super::shape::ModelShape;
 use super::tensors::{Module, TensorSpec, TensorTable};
-use super::{HeadGradients, MicroStep, Model, ParamMemory};
+use super::{FrozenMemory, HeadGradients, MicroStep, Model, ParamMemory};
 use crate::data::rows::batch::{self, Batch};
 use crate::device::cpu::{CpuDevice, StreamOrder};
 use crate::device::{Device, DeviceSlice, Lease, RouterRule, SigmoidRule, Stream};
@@ -18,6 +18,7 @@ use crate::sweep::sweep;
 use std::path::{Path, PathBuf};
 
 mod frozen;
+mod packed;
 
 const SEQ_LENGTH: usize = 12;
 const ONE_TILE: LossTile = LossTile { rows: usize::MAX, vocab: usize::MAX, tail: 0 };
@@ -100,9 +101,8 @@ impl Harness {
         let activations = plan.allocate(&mut dev, &mut host, &mut Lease::default()).unwrap();
         assert_eq!(host.allocations().map(|(_, bytes)| bytes as u64).sum::<u64>(), plan.host_bytes().0);
         let table = TensorTable::new(shape);
-        let frozen = dev.alloc("frozen", table.frozen_elems(), E::DTYPE).unwrap();
-        let unused_grads = dev.alloc("unused gradients", table.unused_grad_elems(), E::DTYPE).unwrap();
-        let model = Model::new(shape.clone(), ParamMemory { weights, grads, frozen, unused_grads }, activations).unwrap();
+        let frozen = FrozenMemory::alloc(&mut dev, &table, E::DTYPE).unwrap();
+        let model = Model::new(shape.clone(), ParamMemory { weights, grads, frozen }, activations).unwrap();
         let crowd_memory = [(); 2].map(|()| (dev.alloc("crowd", 1, Dtype::Float32).unwrap(), host.alloc("crowd", 4).unwrap()));
         let mut harness = Self { dev, host, model, crowd: 0, crowd_memory };
         for (rope, target) in shape.ropes.iter().zip(harness.model.activations.rope_tables.clone()) {
@@ -111,7 +111,7 @@ impl Harness {
             harness.upload(&table, target);
         }
         let (specs, frozen_specs) = (random_weights(&harness.model.table), random_values(table.frozen(), table.frozen_elems()));
-        for (values, memory) in [(specs, weights), (frozen_specs, frozen)] {
+        for (values, memory) in [(specs, weights), (frozen_specs, frozen.weights)] {
             harness.upload(&values.into_iter().map(E::from_f32).collect::<Vec<_>>(), memory);
         }
         harness
@@ -695,8 +695,8 @@ fn a_model_refuses_slices_that_do_not_fit() {
         let activations = plan.allocate(&mut dev, &mut HostMemory::default(), &mut Lease::default()).unwrap();
         let weights = dev.alloc("weights", weights, dtype).unwrap();
         let grads = dev.alloc("grads", flat, Dtype::Float32).unwrap();
-        let [frozen, unused_grads] = [(); 2].map(|()| dev.alloc("none", 0, Dtype::Float32).unwrap());
-        Model::new(shape.clone(), ParamMemory { weights, grads, frozen, unused_grads }, activations).map(|_| ())
+        let frozen = FrozenMemory::alloc(&mut dev, &TensorTable::new(&shape), Dtype::Float32).unwrap();
+        Model::new(shape.clone(), ParamMemory { weights, grads, frozen }, activations).map(|_| ())
     };
     assert!(build(flat, Dtype::Float32).is_ok());
     assert!(build(flat - 1, Dtype::Float32).unwrap_err().to_string().contains("weights"));

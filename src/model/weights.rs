@@ -5,7 +5,6 @@
 
 pub(crate) mod carried;
 mod load;
-mod mxfp4;
 pub(crate) mod safetensors;
 
 pub use load::ModelWeights;

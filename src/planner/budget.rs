@@ -185,17 +185,37 @@ pub(crate) struct Workload<'a> {
     pub(crate) own_memory: &'a [MemoryClass],
 }
 
-/// Elements of the memory that frozen tensors take on each device.
+/// The memory that frozen tensors take on each device: elements unless stated otherwise.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FrozenSizes {
-    pub(crate) weights: usize,
+    weights: usize,
     /// Of gradients that nothing reads.
-    pub(crate) unused_grads: usize,
+    unused_grads: usize,
+    /// Bytes of tensors that stay in MXFP4.
+    packed_bytes: usize,
+    /// Of the memory into which those tensors are expanded.
+    expanded: usize,
 }
 
 impl FrozenSizes {
     pub(crate) fn of(table: &TensorTable) -> Self {
-        Self { weights: table.frozen_elems(), unused_grads: table.unused_grad_elems() }
+        Self {
+            weights: table.frozen_elems(),
+            unused_grads: table.unused_grad_elems(),
+            packed_bytes: table.packed_bytes(),
+            expanded: table.expanded_elems(),
+        }
+    }
+
+    /// The memory of `ranks` devices whose weights have `width` bytes.
+    fn classes(self, ranks: usize, width: usize) -> [MemoryClass; 4] {
+        let class = |name, bytes| MemoryClass { name, space: MemorySpace::Device, bytes: ranks * bytes };
+        [
+            class("frozen weights", self.weights * width),
+            class("unused gradients", self.unused_grads * width),
+            class("packed experts", self.packed_bytes),
+            class("expanded experts", self.expanded * width),
+        ]
     }
 }
 
@@ -352,10 +372,9 @@ impl Workload<'_> {
         };
         let (boundaries, width) = (self.boundaries(), self.recipe.numerics.dtype.bytes());
         let pulled = (ranks - 1) * longest * self.recipe.numerics.dtype.bytes();
-        let mut classes = vec![
-            class("weights", MemorySpace::Device, flat_bytes(rings.weights)),
-            class("frozen weights", MemorySpace::Device, ranks * self.frozen.weights * width),
-            class("unused gradients", MemorySpace::Device, ranks * self.frozen.unused_grads * width),
+        let mut classes = vec![class("weights", MemorySpace::Device, flat_bytes(rings.weights))];
+        classes.extend(self.frozen.classes(ranks, width));
+        classes.extend([
             class("weight slices", MemorySpace::Device, shard_elems * self.recipe.numerics.dtype.bytes()),
             class("gradients", MemorySpace::Device, flat_bytes(rings.grads)),
             class("gradient slices", MemorySpace::Device, kept_elems * self.recipe.numerics.dtype.bytes()),
@@ -382,7 +401,7 @@ impl Workload<'_> {
             class("slices under way", MemorySpace::Host, self.under_way_bytes(slices().map(|own| own.slice_elems()).max().unwrap_or(0))),
             class("timeline", MemorySpace::Host, (self.site.threads + driver_tracks(ranks)) * self.site.trace_spans * size_of::<Span>()),
             class("data", MemorySpace::Host, self.site.data_bytes),
-        ];
+        ]);
         let pinned = bytes_at(&classes, MemorySpace::Host) as usize;
         classes.push(class("lists of pinned pages", MemorySpace::Host, ranks * self.site.machine.kind.page_list_bytes(pinned)));
         classes.extend(self.requested_copies_classes(layout));

@@ -6,6 +6,7 @@ use crate::device::DeviceKind;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
 use crate::model::head_rows::HeadRows;
 use crate::model::policy::LayerPolicy;
+use crate::model::tensors::TensorTable;
 use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
 use crate::optim::split::Masters;
@@ -106,7 +107,17 @@ impl Plan {
         }
         let (trained, all) = (self.trained_params(), self.params());
         let [trained, frozen] = [trained, all - trained].map(|params| params as f64 / 1e6);
-        writeln!(f, "  frozen      {frozen:.2} M parameters, which have weights alone; {trained:.2} M parameters are trained")
+        writeln!(f, "  frozen      {frozen:.2} M parameters, which have weights alone; {trained:.2} M parameters are trained")?;
+        let (table, width) = (TensorTable::new(&self.recipe.model), self.recipe.numerics.dtype.bytes());
+        let [packed, expanded] = [table.packed_bytes(), width * table.expanded_elems()].map(|bytes| Bytes(bytes as u64));
+        match table.packed() {
+            [] => Ok(()),
+            specs => writeln!(
+                f,
+                "  packed      {} of experts stay in MXFP4 ({packed}); each pass of a layer expands its own into {expanded}",
+                counted(specs.len(), "frozen tensor")
+            ),
+        }
     }
 
     /// Writes the segments of layers, if there are several.

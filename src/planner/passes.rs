@@ -1,6 +1,6 @@
 //! Device time of the forward and backward pass of a micro-batch: the model's own loop on a device that only counts time.
 
-use super::budget::{FrozenSizes, Workload};
+use super::budget::Workload;
 use super::machine::Machine;
 use crate::device::sim::SimDevice;
 use crate::device::{Device, DeviceKind, Lease, Peers, Stream};
@@ -15,7 +15,7 @@ use crate::model::policy::LayerPolicy;
 use crate::model::segments::LayerSegments;
 use crate::model::sequence::{Handover, PassRunner, SharedActivations};
 use crate::model::tensors::TensorTable;
-use crate::model::{Model, ParamMemory};
+use crate::model::{FrozenMemory, Model, ParamMemory};
 use crate::optim::simd::Isa;
 use crate::recipe::{Recipe, StepShape};
 use std::cell::RefCell;
@@ -153,14 +153,10 @@ fn micro_step_s(workload: &Workload, table: &TensorTable, policy: LayerPolicy) -
     let tile = LossTile::of_vocabulary(tokens.min(TILE_ROWS_MAX), shape.vocab);
     let plan = workload.activations(&vec![policy; shape.layers.len()], tile)?;
     let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()), &mut Lease::default())?;
-    let (flat, FrozenSizes { weights: frozen, unused_grads }) = (table.flat_elems(), workload.frozen);
-    let mut alloc = |name, elems| dev.alloc(name, elems, workload.recipe.numerics.dtype);
-    let memory = ParamMemory {
-        weights: alloc("weights", flat)?,
-        grads: alloc("gradients", flat)?,
-        frozen: alloc("frozen weights", frozen)?,
-        unused_grads: alloc("unused gradients", unused_grads)?,
-    };
+    let dtype = workload.recipe.numerics.dtype;
+    let frozen = FrozenMemory::alloc(&mut dev, table, dtype)?;
+    let mut alloc = |name| dev.alloc(name, table.flat_elems(), dtype);
+    let memory = ParamMemory { weights: alloc("weights")?, grads: alloc("gradients")?, frozen };
     let model = Model::new(shape.clone(), memory, activations)?;
     let shared = model.shared_activations();
     let layers: Vec<usize> = (0..shape.layers.len()).collect();

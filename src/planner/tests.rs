@@ -579,6 +579,29 @@ fn models_with_experts_are_planned_and_advised() {
     Plan::new(&two.request(&qwen3), &of_four(2), false).unwrap().check_fits(&two.request(&qwen3)).unwrap();
 }
 
+/// 114.7 B parameters of experts take 61 GB in MXFP4, and those of one layer 6.4 GB in bfloat16. Each pass of a layer reads 1.7 GB and writes
+/// 6.4 GB: 36 layers take 0.13 s at 4.3 TB/s in both passes.
+#[test]
+fn gpt_oss_120b_fits_one_gpu_if_its_experts_stay_in_mxfp4() {
+    if !REPARTITION {
+        return;
+    }
+    let freeze = vec![r"mlp\.experts\..*_proj$".to_string()];
+    let settings = Settings { per_device_train_batch_size: 4, seq_length: 4096, freeze, ..settings() };
+    let shape = settings.freezing(presets::shape(Path::new("gpt-oss-120b")).unwrap()).unwrap();
+    let plan = fitting(&shape, &settings);
+    let (layer, layers) = (128 * (5760 + 2880) * 2880, 36);
+    let class = |name| plan.forecast.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
+    assert_eq!((class("packed experts"), class("expanded experts")), (layers * layer * 17 / 32, 2 * layer), "{plan}");
+    refusal(&ModelShape { packs_experts: false, ..shape.clone() }, &settings);
+    let seconds = |shape: &ModelShape| {
+        let unlimited = Machine { device: DeviceMemory::Own { bytes: 1 << 40, addressing: Addressing::Managed }, ..h200() };
+        Plan::new(&settings.request(shape), &unlimited, false).unwrap().forecast.predicted.unwrap().device_s
+    };
+    let added_s = seconds(&shape) - seconds(&ModelShape { packs_experts: false, ..shape.clone() });
+    assert!((0.10..0.20).contains(&added_s), "{added_s}: {plan}");
+}
+
 #[test]
 fn the_advice_is_right() {
     let shape = llama_8b();

@@ -49,8 +49,7 @@ pub(super) fn carrier_of(settings: &Settings, loaded: &Loaded, shape: &ModelShap
 /// # Errors
 /// A file that cannot be read; errors of the device.
 pub(super) fn read<D: Kernels>(engine: &mut Engine<D>, weights: Option<&ModelWeights>) -> Result<()> {
-    match weights.filter(|_| engine.table().frozen_elems() > 0) {
-        Some(weights) => weights.read_frozen(|start, block| engine.write_frozen(start, block)),
-        None => Ok(()),
-    }
+    let Some(weights) = weights.filter(|weights| !weights.shape().frozen.is_empty()) else { return Ok(()) };
+    weights.read_frozen(|start, block| engine.write_frozen(start, block))?;
+    weights.read_packed(|start, numbers| engine.write_packed(start, numbers))
 }

@@ -76,13 +76,13 @@ pub(super) fn expect_sources(settings: &Settings, loaded: &Loaded) -> Result<()>
     )))
 }
 
-/// `then`, the model of a checkpoint, if `settings` freeze the same tensors.
+/// `then`, the model of a checkpoint, in the format of `settings`, if they freeze the same tensors.
 ///
 /// # Errors
 /// Errors of [`Settings::freezing`]; `Usage` with a tensor that is frozen then or now alone.
 pub(super) fn expect_frozen(settings: &Settings, then: ModelShape) -> Result<ModelShape> {
     let now = settings.freezing(then.clone())?;
-    let Some(name) = then.frozen.symmetric_difference(&now.frozen).next() else { return Ok(then) };
+    let Some(name) = then.frozen.symmetric_difference(&now.frozen).next() else { return Ok(now) };
     let words = |shape: &ModelShape| if shape.frozen.contains(name) { "frozen" } else { "trained" };
     let (was, is) = (words(&then), words(&now));
     Err(Error::usage(format!(

@@ -111,7 +111,7 @@ pub(crate) fn sample(options: &SampleOptions, stop: &StopFlag) -> Result<String>
     let flags = TrainOptions { device: options.device, threads: options.threads, ..TrainOptions::default() };
     let settings = Settings::resolve(run.options(flags)?)?;
     let dir = run.loaded.model_dir();
-    let shape = run.loaded.shape()?;
+    let shape = run.loaded.shape()?.computing_in(settings.weight_dtype());
     let tokenizer = tokenizer(&run, &settings, &dir)?.refusing(shape.media_tokens.clone());
     let prompts: Vec<String> = options.prompt.iter().flat_map(|prompt| std::iter::repeat_n(prompt.clone(), options.samples)).collect();
     let sampler = TextSampler::new(&tokenizer, &prompts, sampling, stop)?;

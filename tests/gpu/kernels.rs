@@ -7,8 +7,8 @@ use super::harness::Bench;
 use super::random::Random;
 use super::report::{Outcome, Report};
 use super::{
-    attention, attention_parts, casts, copies, cross_entropy, delta, embed, experts, fp8, heads, key_gradients, matmul, norms, optimizer,
-    plans, pointwise, products, route, scales, sinks, teacher,
+    attention, attention_parts, casts, copies, cross_entropy, delta, embed, experts, fp8, heads, key_gradients, matmul, mxfp4, norms,
+    optimizer, plans, pointwise, products, route, scales, sinks, teacher,
 };
 use std::io::Write;
 use superoffload::internals::dtype::Dtype;
@@ -62,6 +62,7 @@ pub fn run<W: Write>(suite: &mut Suite<'_, W>) {
     plans::cases(suite);
     route::cases(suite);
     experts::cases(suite);
+    mxfp4::cases(suite);
     sinks::cases(suite);
     fp8::cases(suite);
     scales::cases(suite);

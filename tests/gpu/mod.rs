@@ -17,6 +17,7 @@ mod heads;
 mod kernels;
 mod key_gradients;
 mod matmul;
+mod mxfp4;
 mod norms;
 mod optimizer;
 mod peers;

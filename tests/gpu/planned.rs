@@ -6,11 +6,13 @@ use superoffload::internals::engine::Engine;
 use superoffload::internals::model::ActivationPlan;
 
 /// Names of device allocations, and the classes that count them. Activations have the names of their own plan.
-const ON_DEVICE: [(&str, &str); 25] = [
+const ON_DEVICE: [(&str, &str); 27] = [
     ("weights", "weights"),
     ("gradients", "gradients"),
     ("frozen weights", "frozen weights"),
     ("unused gradients", "unused gradients"),
+    ("packed experts", "packed experts"),
+    ("expanded experts", "expanded experts"),
     ("gradient sums", "gradient sums"),
     ("passing sums", "passing sums"),
     ("segment boundaries", "segment boundaries"),

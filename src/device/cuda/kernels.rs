@@ -15,6 +15,7 @@ mod grouped;
 mod key_gradients;
 #[cfg(test)]
 mod launch_tests;
+mod mxfp4;
 mod norm;
 mod packed;
 mod pointwise;
@@ -37,9 +38,9 @@ pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
     transfer::SOURCES.iter().chain(transformer)
 }
 
-/// PTX files for documents, mixtures of experts, delta rules, blocks of queries, products in parts, FP8, sinks and teachers. They take megabytes and are
-/// loaded on first use.
-pub(super) static LATER: [&PtxSource; 14] = [
+/// PTX files for documents, mixtures of experts, delta rules, blocks of queries, products in parts, FP8, MXFP4, sinks and teachers. They take megabytes and
+/// are loaded on first use.
+pub(super) static LATER: [&PtxSource; 15] = [
     &delta::SOURCE,
     &documents::SOURCE,
     &experts::SOURCE,
@@ -48,6 +49,7 @@ pub(super) static LATER: [&PtxSource; 14] = [
     &grouped::HOPPER_SOURCE,
     &grouped::TABLES_SOURCE,
     &key_gradients::SOURCE,
+    &mxfp4::SOURCE,
     &product::SOURCE,
     &quantize::SOURCE,
     &route::SOURCE,

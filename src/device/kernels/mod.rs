@@ -8,6 +8,7 @@ pub(super) mod experts;
 pub(super) mod gated_norm;
 pub(super) mod grouped;
 pub(super) mod key_gradients;
+pub(super) mod mxfp4;
 pub(super) mod norm;
 pub(super) mod pointwise;
 pub(super) mod product;
@@ -20,8 +21,8 @@ pub(super) mod teacher;
 pub(super) mod transfer;
 
 pub use self::{
-    attention::*, cross_entropy::*, delta::*, embed::*, experts::*, gated_norm::*, grouped::*, key_gradients::*, norm::*, pointwise::*,
-    product::*, quantize::*, rope::*, route::*, short_conv::*, sinks::*, teacher::*, transfer::*,
+    attention::*, cross_entropy::*, delta::*, embed::*, experts::*, gated_norm::*, grouped::*, key_gradients::*, mxfp4::*, norm::*,
+    pointwise::*, product::*, quantize::*, rope::*, route::*, short_conv::*, sinks::*, teacher::*, transfer::*,
 };
 use super::Device;
 use super::kernel::{Checked, Kernel};
@@ -62,6 +63,7 @@ macro_rules! launches {
                 GatedNorm, GatedNormBackward,
                 GroupedMatmul, SegmentSums,
                 AddKeyGradients,
+                ExpandMxfp4,
                 RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward,
                 Swiglu, SwigluBackward, Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, SigmoidGate, SigmoidGateBackward,
                 BiasBackward,
@@ -117,6 +119,7 @@ sum! {
         gated_norm::{GatedNorm, GatedNormBackward},
         grouped::{GroupedMatmul, SegmentSums},
         key_gradients::{AddKeyGradients},
+        mxfp4::{ExpandMxfp4},
         norm::{RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward},
         pointwise::{Swiglu, SwigluBackward, Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, SigmoidGate, SigmoidGateBackward},
         product::{Matmul, ScaledMatmul, BiasBackward},

@@ -87,8 +87,8 @@ impl StepScratch {
         let tokens = plan.recipe.step.micro_batch * plan.recipe.step.seq_length;
         let rows = LateRows::take(&plan.placement.layout, (shape, &table), tokens, (dev, host), lease)?;
         let boundaries = Boundaries::new(plan, (dev, host), lease)?;
-        let FrozenWeights { weights: frozen, unused_grads } = permanent.frozen;
-        let model = Arc::new(Model::new(shape.clone(), ParamMemory { weights, grads, frozen, unused_grads }, activations)?);
+        let FrozenWeights(frozen) = permanent.frozen;
+        let model = Arc::new(Model::new(shape.clone(), ParamMemory { weights, grads, frozen }, activations)?);
         Ok((Self { step, copies, pinned_copies: None, staging_d2h, staging_h2d, boundaries, rows, lease: Lease::default() }, model, flow))
     }
 

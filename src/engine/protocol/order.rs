@@ -37,10 +37,12 @@ pub(crate) enum Order {
     ReportPart,
     /// Wait until this rank has written its slices of the save that was begun, and write the checksums into the mail buffer.
     FinishPart,
+    /// Write weights of frozen tensors in MXFP4 from the mail buffer, codes first. Arguments: first element, elements.
+    WritePacked,
 }
 
 impl Order {
-    const ALL: [Self; 16] = [
+    const ALL: [Self; 17] = [
         Self::Step,
         Self::Flush,
         Self::Init,
@@ -57,6 +59,7 @@ impl Order {
         Self::WriteFrozen,
         Self::ReportPart,
         Self::FinishPart,
+        Self::WritePacked,
     ];
 
     /// The order of this number, if there is one.
@@ -69,7 +72,7 @@ impl Order {
         match self {
             Self::Step => "is in a step",
             Self::Flush => "is writing updates",
-            Self::Init | Self::Write | Self::WriteFrozen | Self::Send | Self::Resume => "is taking the state",
+            Self::Init | Self::Write | Self::WriteFrozen | Self::WritePacked | Self::Send | Self::Resume => "is taking the state",
             Self::Read => "is reading the state",
             Self::Evaluate => "is evaluating",
             Self::Finish => "is ending its threads",

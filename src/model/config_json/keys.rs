@@ -146,16 +146,23 @@ impl<'a> Keys<'a> {
         Ok(("", empty))
     }
 
+    /// Whether the experts are in MXFP4.
+    pub(super) fn has_mxfp4_experts(&self, spec: &FamilySpec) -> bool {
+        spec.moe.as_ref().is_some_and(|moe| moe.is_gpt_oss) && self.quant_method().is_some_and(|method| method == "mxfp4")
+    }
+
+    fn quant_method(&self) -> Option<&'a Value> {
+        self.get("quantization_config").and_then(|config| config.get("quant_method"))
+    }
+
     /// Rejects features that would change the arithmetic without changing the architecture's name.
     pub(super) fn refuse_unsupported(&self, spec: &FamilySpec) -> Result<()> {
         let experts: &[&str] = if spec.moe.is_some() { &[] } else { &["num_local_experts", "num_experts", "n_routed_experts"] };
-        let quantized = self.get("quantization_config").and_then(|config| config.get("quant_method"));
-        let is_read = spec.moe.as_ref().is_some_and(|moe| moe.is_gpt_oss) && quantized.is_some_and(|method| method == "mxfp4");
         let bidirectional = "use_bidirectional_attention";
         // Attention in both directions between the tokens of an image does not concern text.
         let of_images = spec.text_part.is_some() && self.get(bidirectional).is_some_and(|scope| scope == "vision");
         let features = [
-            if is_read { "" } else { "quantization_config" },
+            if self.has_mxfp4_experts(spec) { "" } else { "quantization_config" },
             "add_cross_attention",
             "scale_attn_by_inverse_layer_idx",
             "is_encoder_decoder",
@@ -164,7 +171,7 @@ impl<'a> Keys<'a> {
         let on = |value: &Value| *value != false && *value != 0;
         if let Some((key, value)) = features.iter().chain(experts).find_map(|key| self.get(key).filter(|v| on(v)).map(|v| (key, v))) {
             let note = match *key {
-                "quantization_config" if spec.text_part.is_some() || quantized.is_some_and(|method| method == "fp8") => {
+                "quantization_config" if spec.text_part.is_some() || self.quant_method().is_some_and(|method| method == "fp8") => {
                     "name the repository of the model in bfloat16, often with -BF16 in its name"
                 }
                 _ => "not supported by this program",

@@ -1,6 +1,18 @@
-//! Numbers of parameters.
+//! Numbers of parameters, and of rows of gates.
 
 use super::{Module, Role, TensorSpec, TensorTable};
+
+impl TensorSpec {
+    /// Leading rows of gates in a projection to queries, keys and values; 0 without gates.
+    pub(in crate::model) fn gate_rows(&self) -> usize {
+        self.files.iter().filter_map(|file| file.interleaved.map(|order| order.gate_rows(file.rows))).sum()
+    }
+
+    /// Elements in the products of a token: all, or those of the experts that it uses.
+    fn multiplied_elems(&self) -> usize {
+        self.elems() / self.experts.0 * self.experts.1
+    }
+}
 
 impl TensorTable {
     /// Number of parameters, trained and frozen, without padding.

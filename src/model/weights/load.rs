@@ -1,9 +1,9 @@
 //! Loads a directory's safetensors into the flat fp32 range, one block at a time; neither the model nor a tensor is in memory as a whole.
 
-use super::mxfp4;
 use super::safetensors::{TensorFile, UniqueMap};
 use crate::device::CORRECTION_PARTS;
 use crate::disk::{self, is_plain_file_name};
+use crate::dtype::mxfp4::{self, Mxfp4};
 use crate::dtype::{Element, first_nonfinite};
 use crate::error::{Error, Result};
 use crate::model::correction;
@@ -157,12 +157,30 @@ impl ModelWeights {
         self.read_some(|spec| !spec.frozen, write)
     }
 
-    /// As [`ModelWeights::read`], for frozen weights and their range.
+    /// As [`ModelWeights::read`], for frozen weights in the compute format and their range.
     ///
     /// # Errors
     /// As [`ModelWeights::read`].
     pub fn read_frozen(&self, write: impl FnMut(usize, &[f32]) -> Result<()>) -> Result<()> {
-        self.read_some(|spec| spec.frozen, write)
+        self.read_some(|spec| spec.frozen && !spec.packed, write)
+    }
+
+    /// Passes the frozen weights that stay in MXFP4 to `write`, as the files have them. The arguments are the first element's index in their
+    /// range, and whole blocks.
+    ///
+    /// # Errors
+    /// As [`ModelWeights::read`].
+    pub fn read_packed(&self, mut write: impl FnMut(usize, Mxfp4<'_>) -> Result<()>) -> Result<()> {
+        let mut reader = Reader::default();
+        for (spec, part, source) in self.parts()? {
+            if let PartSource::Mxfp4 { blocks, scales } = source
+                && spec.packed
+            {
+                let first = spec.offset_elems + part.row_start * spec.row_elems();
+                reader.read_packed((blocks, scales), part.rows * spec.row_elems(), |start, numbers| write(first + start, numbers))?;
+            }
+        }
+        Ok(())
     }
 
     fn read_some(&self, holds: impl Fn(&TensorSpec) -> bool, mut write: impl FnMut(usize, &[f32]) -> Result<()>) -> Result<()> {
@@ -223,6 +241,7 @@ impl ModelWeights {
             let packed = PACKED_SUFFIXES.map(|suffix| format!("{name}{suffix}"));
             let [blocks, scales] = packed.each_ref().map(|name| if plain.is_none() && part.may_be_packed() { take(name) } else { None });
             match (plain, blocks.zip(scales)) {
+                (Some(tensor), _) if spec.packed => return Err(not_packed(tensor)),
                 (Some(tensor), _) => parts.push((spec, oriented(tensor, spec, part)?, PartSource::Plain(tensor))),
                 (None, Some((blocks, scales))) => {
                     check_packed(blocks, scales, spec, &part)?;
@@ -464,12 +483,39 @@ impl Reader {
 
     /// Fills the block with the elements from `start` on, which is the beginning of an MXFP4 block.
     fn unpack(&mut self, blocks: LocatedTensor<'_>, scales: LocatedTensor<'_>, start: usize) -> Result<()> {
-        self.raw.resize(self.block.len() / 2, 0);
-        blocks.file.read(blocks.info, start / 2, &mut self.raw)?;
-        self.scales.resize(self.block.len() / mxfp4::BLOCK_ELEMS, 0);
-        scales.file.read(scales.info, start / mxfp4::BLOCK_ELEMS, &mut self.scales)?;
-        mxfp4::widen(&self.raw, &self.scales, &mut self.block);
+        let mut block = std::mem::take(&mut self.block);
+        self.read_codes((blocks, scales), start, block.len())?.widen(&mut block);
+        self.block = block;
         blocks.expect_finite(start, &self.block)
+    }
+
+    /// Passes all `elems` elements of a tensor in MXFP4 to `write`, with the index of each piece's first element.
+    fn read_packed(
+        &mut self,
+        source @ (blocks, _): (LocatedTensor<'_>, LocatedTensor<'_>),
+        elems: usize,
+        mut write: impl FnMut(usize, Mxfp4<'_>) -> Result<()>,
+    ) -> Result<()> {
+        for start in (0..elems).step_by(BLOCK_ELEMS) {
+            let numbers = self.read_codes(source, start, BLOCK_ELEMS.min(elems - start))?;
+            for (nth, _) in numbers.scales.iter().enumerate().filter(|(_, scale)| **scale >= mxfp4::UNSAFE_SCALE) {
+                let (first, mut block) = (nth * mxfp4::BLOCK_ELEMS, [0.0; mxfp4::BLOCK_ELEMS]);
+                numbers.slice(first, block.len()).widen(&mut block);
+                blocks.expect_finite(start + first, &block)?;
+            }
+            write(start, numbers)?;
+        }
+        Ok(())
+    }
+
+    /// Reads `elems` elements from `start` on; both are whole MXFP4 blocks.
+    fn read_codes(&mut self, (blocks, scales): (LocatedTensor<'_>, LocatedTensor<'_>), start: usize, elems: usize) -> Result<Mxfp4<'_>> {
+        let ([code, scale], bytes) = (Mxfp4::bytes(start), Mxfp4::bytes(elems));
+        self.raw.resize(bytes[0], 0);
+        blocks.file.read(blocks.info, code, &mut self.raw)?;
+        self.scales.resize(bytes[1], 0);
+        scales.file.read(scales.info, scale, &mut self.scales)?;
+        Ok(Mxfp4 { codes: &self.raw, scales: &self.scales })
     }
 }
 
@@ -559,6 +605,13 @@ fn oriented(tensor: LocatedTensor<'_>, spec: &TensorSpec, part: HfPart) -> Resul
         return Err(Error::format(tensor.file.path(), cause));
     }
     Ok(part)
+}
+
+/// The error of experts that `config.json` says are in MXFP4, and that the files hold in another format.
+fn not_packed(tensor: LocatedTensor<'_>) -> Error {
+    let (name, dtype) = (tensor.name, tensor.info.dtype);
+    let cause = format_args!("tensor {name} is {dtype}, config.json implies MXFP4; remove quantization_config from config.json");
+    Error::format(tensor.file.path(), cause)
 }
 
 /// Checks a tensor in MXFP4, which has the table's order of elements: blocks of 16 bytes along each row of each matrix, and one scale for

@@ -259,6 +259,58 @@ fn mxfp4_that_does_not_fit_is_named() {
     assert_error(packed(|tensors| find(tensors, &scales).3[7] = 255), &[SINGLE, &blocks, "element 224"]);
 }
 
+/// The golden's weights after `change`, with all matrices of experts frozen. In MXFP4 they are read as they are and widened here.
+fn frozen_experts(packs_experts: bool, change: impl FnOnce(&mut Vec<Tensor>)) -> Result<Vec<f32>> {
+    let (dir, golden) = (tempfile::tempdir().unwrap(), gpt_oss_golden());
+    fs::copy(golden.join(SINGLE), dir.path().join(SINGLE)).unwrap();
+    edit(dir.path(), change);
+    let config: Value = serde_json::from_slice(&fs::read(golden.join(CONFIG)).unwrap()).unwrap();
+    let frozen = ["layers.0.mlp.down", "layers.0.mlp.gate_up"].map(String::from).into();
+    let shape = ModelShape { frozen, packs_experts, ..model(&config).shape };
+    let (weights, table) = (ModelWeights::open(dir.path(), &shape)?, TensorTable::new(&shape));
+    let mut out = vec![f32::NAN; table.frozen_elems() + table.packed_elems()];
+    weights.read_frozen(|start, block| {
+        out[start..start + block.len()].copy_from_slice(block);
+        Ok(())
+    })?;
+    weights.read_packed(|start, numbers| {
+        numbers.widen(&mut out[start..start + numbers.elems()]);
+        Ok(())
+    })?;
+    Ok(out)
+}
+
+#[test]
+fn frozen_experts_are_read_in_mxfp4_with_the_values_that_expansion_has() {
+    let (packed, expanded) = (frozen_experts(true, |_| ()).unwrap(), frozen_experts(false, |_| ()).unwrap());
+    assert_eq!(bits(&packed), bits(&expanded));
+    assert!(packed.iter().all(|x| x.is_finite()) && packed.len() == 3 * 64 * (64 + 32));
+}
+
+#[test]
+fn frozen_experts_with_infinite_or_no_numbers_and_in_another_format_are_named() {
+    const DOWN: &str = "model.layers.0.mlp.experts.down_proj";
+    let (blocks, scales) = (format!("{DOWN}_blocks"), format!("{DOWN}_scales"));
+    for (scale, code, refused) in
+        [(255, 0, true), (254, 0x44, true), (254, 0x33, false), (253, 0x76, true), (253, 0x55, false), (252, 0x77, false)]
+    {
+        let read = frozen_experts(true, |tensors| {
+            find(tensors, &scales).3[5] = scale;
+            find(tensors, &blocks).3[5 * 16..6 * 16].fill(code);
+        });
+        match refused {
+            true => assert_error(read, &[SINGLE, &blocks, "element 160"]),
+            false => assert!(read.is_ok(), "{scale} {code}"),
+        }
+    }
+    let plain = frozen_experts(true, |tensors| {
+        let bytes = fs::read(gpt_oss_golden().join("unpacked.safetensors")).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        *tensors = file.iter().map(|(n, t)| (n.into(), t.dtype(), t.shape().into(), t.data().into())).collect();
+    });
+    assert_error(plain, &[SINGLE, "is BF16, config.json implies MXFP4", "remove quantization_config"]);
+}
+
 #[test]
 fn packed_weights_leave_as_plain_ones() {
     let (dir, golden) = (tempfile::tempdir().unwrap(), gpt_oss_golden());

@@ -21,6 +21,7 @@ pub(crate) mod isa;
 pub(crate) mod key_gradients;
 pub(crate) mod math;
 pub(crate) mod matmul;
+mod mxfp4;
 pub(crate) mod norm;
 pub(crate) mod optimizer;
 mod pair_losses;

@@ -406,6 +406,15 @@ fn delta(list: &mut List, r: &mut TestMemory, shape: DeltaShape, with_documents:
     DeltaRuleBackward { dout, qkv, a, b, a_log, dt_bias, documents, dqkv, da, db, da_log, ddt_bias, accumulate: true, shape }.enqueue(list)
 }
 
+/// A last block that is not full, and whole blocks.
+fn mxfp4(list: &mut List, r: &mut TestMemory) -> Result<()> {
+    for elems in [32, 8192 + 64, 8192 * 4096] {
+        let [codes, scales] = [elems / 2, elems / 32].map(|bytes| r.of(bytes, Dtype::Uint8));
+        ExpandMxfp4 { codes, scales, out: r.x(elems) }.enqueue(list)?;
+    }
+    Ok(())
+}
+
 fn listing() -> Result<String> {
     let shape =
         AttentionShape { batch: 2, seq_length: 300, heads: 8, kv_heads: 2, head_dim: 128, scale: 0.088, window: None, softcap: None };
@@ -462,6 +471,7 @@ fn listing() -> Result<String> {
         delta(&mut list, &mut memory, wide, true)?;
         delta(&mut list, &mut memory, long, false)?;
     }
+    mxfp4(&mut list, &mut TestMemory { dtype: Dtype::Bfloat16, skew: 0, given: 0 })?;
     Ok(list.lines)
 }
 
