@@ -43,7 +43,7 @@ pub(super) struct PassTimes {
 
 /// All inputs of [`PassTimes`].
 #[derive(PartialEq)]
-struct Inputs {
+struct PassInputs {
     recipe: Recipe,
     segments: LayerSegments,
     kind: DeviceKind,
@@ -51,7 +51,7 @@ struct Inputs {
     rates: Arc<Rates>,
 }
 
-impl Inputs {
+impl PassInputs {
     fn of(workload: &Workload) -> Self {
         let Workload { recipe, segments, site, .. } = *workload;
         let Machine { kind, device, rates, .. } = &site.machine;
@@ -61,12 +61,12 @@ impl Inputs {
 
 thread_local! {
     /// The times that this thread computed last. Most candidates of a search differ in places alone, and have equal times.
-    static LAST: RefCell<Option<(Inputs, PassTimes)>> = const { RefCell::new(None) };
+    static LAST: RefCell<Option<(PassInputs, PassTimes)>> = const { RefCell::new(None) };
 }
 
 impl PassTimes {
     pub(super) fn of(workload: &Workload, table: &TensorTable) -> Result<Self> {
-        let inputs = Inputs::of(workload);
+        let inputs = PassInputs::of(workload);
         let known = LAST.with_borrow(|last| last.as_ref().filter(|(known, _)| *known == inputs).map(|(_, times)| *times));
         if let Some(times) = known {
             return Ok(times);
