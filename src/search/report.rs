@@ -185,7 +185,7 @@ impl SearchReport {
             simulate_save((&plan, shape), &profile.name, STEPS, saves)
         };
         let simulated = saves.map(of_saves).transpose()?;
-        let checkpoint_bytes = checkpoint_bytes(model.params, best.plan.optimizer().arrays(), &[]);
+        let checkpoint_bytes = checkpoint_bytes(best.plan.trained_params(), best.plan.optimizer().arrays(), &[]);
         Ok(Self {
             hardware: HardwareFacts::of(profile),
             model,
@@ -378,5 +378,17 @@ mod tests {
         assert_eq!(what_if(&slow, &fast), (fast_ms, false), "the plan in hand stays");
         assert_eq!(what_if(&fast, &slow).0, fast_ms);
         assert_eq!(what_if(&fast, &fast), (fast_ms, false));
+    }
+
+    #[test]
+    fn a_save_has_the_states_of_trained_tensors_alone() {
+        let settings = Settings { train_only: vec![r"layers\.3\.".into()], seq_length: 1024, ..Settings::default() };
+        let shape = settings.freezing(presets::shape(Path::new("qwen3-4b")).unwrap().with_layers(4)).unwrap();
+        let (profile, request) = (Profile::load("h200-pcie5").unwrap(), settings.request(&shape));
+        let machine = Machine::of(&profile);
+        let report = SearchReport::of(SearchQuery::new(&request, &machine), ("qwen3-4b", 0), &profile, None).unwrap();
+        let trained = report.model.trained_params.unwrap();
+        assert!(trained < report.model.params / 4, "{report}");
+        assert!((12 * trained..13 * trained).contains(&(report.saves.checkpoint_bytes as usize)), "{report}");
     }
 }
