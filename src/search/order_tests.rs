@@ -1,7 +1,7 @@
-//! Segments of layers as choices of the search, and limits.
+//! Segments of layers and sizes of buckets as choices of the search, and limits.
 
-use super::SearchQuery;
 use super::limits::{LargestModel, Limits};
+use super::{SearchQuery, bucket_mib};
 use crate::config::settings::Settings;
 use crate::hardware::profile::Profile;
 use crate::memory::{Addressing, DeviceMemory};
@@ -10,7 +10,7 @@ use crate::model::shape::ModelShape;
 use crate::optim::moments::Moments;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
-use crate::request::choices::{ActivationsChoice, LayerOrder, MastersChoice};
+use crate::request::choices::{ActivationsChoice, LayerOrder, MastersChoice, ResidentBuckets};
 use crate::request::wanted::Wanted;
 use crate::simulate::clip::Clip;
 use crate::simulate::simulate;
@@ -131,4 +131,21 @@ fn the_largest_model_is_shown_by_gpus() {
         LargestModel::by_gpus(&settings.request(&presets::shape(Path::new("qwen3-14b")).unwrap()), &Profile::load("h200-pcie5").unwrap())
             .is_empty()
     );
+}
+
+/// Buffers that grow with buckets may need the memory of one bucket: with as many bytes of resident buckets only smaller loss tiles fit, or
+/// nothing. Smaller buckets may leave room for more.
+#[test]
+fn larger_buckets_are_also_tried_with_one_resident_fewer_and_smaller_ones_with_more() {
+    let shape = presets::shape(Path::new("qwen3-4b")).unwrap().with_layers(12);
+    let device = DeviceMemory::Own { bytes: 80 * GIB, addressing: Addressing::Managed };
+    let machine = Machine { host_bytes: 125 * GIB, device, ..Machine::of(&Profile::load("h200-pcie5").unwrap()) };
+    let settings = Settings { activations: ActivationsChoice::Keep, ..Settings::default() };
+    let request = settings.request(&shape);
+    let query = SearchQuery::new(&request, &machine);
+    let from = query.candidate(&Wanted { resident_buckets: ResidentBuckets::Count(20), ..request.wanted.clone() }).unwrap().unwrap();
+    let tried: Vec<_> = bucket_mib(&query, &from).iter().map(|tried| (tried.bucket_mib, tried.resident_buckets)).collect();
+    let more = |mib: usize| from.plan.placement.layout.count() * (64 / mib) / 32;
+    let expected = [(16.0, 80), (16.0, 80 + more(16)), (32.0, 40), (32.0, 40 + more(32)), (128.0, 10), (128.0, 9), (256.0, 5), (256.0, 4)];
+    assert_eq!(tried, expected.map(|(mib, count)| (Some(mib), ResidentBuckets::Count(count))));
 }
