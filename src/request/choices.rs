@@ -43,7 +43,7 @@ pub enum IsaChoice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MastersChoice {
-    /// As float32, or split if nothing fits otherwise.
+    /// As float32, or split if the usual loss tile does not fit otherwise.
     Auto,
     /// 32 bits beside each weight.
     Float32,

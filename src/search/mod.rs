@@ -353,12 +353,12 @@ fn bucket_mib(query: &SearchQuery, from: &Candidate) -> Vec<Wanted> {
         return Vec::new();
     }
     let bucket_bytes = from.plan.placement.layout.bucket_elems() * from.plan.recipe.numerics.dtype.bytes();
-    let state_bytes = from.plan.placement.layout.count() * bucket_bytes;
+    let weight_bytes = from.plan.placement.layout.count() * bucket_bytes;
     // Rings and exchange buffers grow with buckets and may need the memory of one. If buckets shrink, there may be room for more of them.
     let resized = |mib: usize| match from.wanted.resident_buckets {
         ResidentBuckets::Count(count) => {
             let (same, grows) = (count * bucket_bytes / (mib << 20), mib << 20 > bucket_bytes);
-            let nearby = if grows { same.checked_sub(1) } else { Some(same + state_bytes / (mib << 20) / 32) };
+            let nearby = if grows { same.checked_sub(1) } else { Some(same + weight_bytes / (mib << 20) / 32) };
             [Some(same), nearby].map(|count| count.map(ResidentBuckets::Count))
         }
         other => [Some(other), None],
