@@ -1,4 +1,9 @@
-//! How much the tests beside the code try.
+//! How much the tests beside the code try, and how long they wait.
+
+use std::time::Duration;
+
+/// Limit of the time until a wait ends that was told to end, on a machine whose CPUs are busy with other tests.
+pub(crate) const PROMPTLY: Duration = Duration::from_secs(60);
 
 /// `few`, or `all` where `SUPEROFFLOAD_SWEEP=all` asks for it, which takes minutes more.
 pub(crate) fn sweep<T>(few: T, all: T) -> T {

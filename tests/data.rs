@@ -1,6 +1,6 @@
 //! Data that is too large for memory, run by the program: prepared once, in bounded memory, seen on its way, ended by a signal.
 
-use crate::program::{Outcome, Workspace, program, run};
+use crate::program::{Outcome, PROMPTLY, Workspace, program, run};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::fs;
@@ -354,7 +354,7 @@ fn a_signal_ends_the_preparation_at_once_and_leaves_nothing() {
     let requested = Instant::now();
     kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
     let outcome: Outcome = child.wait_with_output().unwrap().into();
-    assert!(requested.elapsed() < Duration::from_secs(2), "{:?}", requested.elapsed());
+    assert!(requested.elapsed() < PROMPTLY, "{:?}", requested.elapsed());
     let mut last = String::new();
     lines.read_line(&mut last).unwrap();
     assert_eq!((outcome.code, last.trim()), (75, "interrupted while data was being read: nothing was trained"), "{outcome:?}");

@@ -1,14 +1,14 @@
 //! The host code for several GPUs with a fake CUDA driver (`fake_gpus/driver.c`): contexts, streams, events, memory and their order. The
 //! fake driver ends a run that makes a call which a real driver would not tolerate.
 
-use crate::program::{CONFIG, Outcome, Workspace, program, run};
+use crate::program::{CONFIG, Outcome, PROMPTLY, Workspace, program, run};
 use crate::support::emulator;
 use serde_json::Value;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Whether the tests run in an emulator. Its programs cannot load libraries built here.
 fn is_emulated() -> bool {
@@ -563,7 +563,7 @@ fn missing_or_failing_nccl_is_reported_with_a_remedy() {
             .refused(1, &["exchange slices with the GPUs of other processes", "NCCL error 2 (unhandled system error)", "--transport tcp"]);
         assert_eq!(swapped(&outcome)[1..], [1, 1], "{outcome:?}");
     }
-    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    assert!(start.elapsed() < PROMPTLY, "{:?}", start.elapsed());
 }
 
 #[test]
@@ -575,7 +575,7 @@ fn a_communicator_of_nccl_that_never_ends_keeps_no_process_and_hides_no_cause() 
     for outcome in train_by_nccl([&[hangs], &[hangs, ("FAKE_NCCL_FAILS", "2")]], &[]) {
         outcome.refused(1, &["process 1 on ", "NCCL error 2 (unhandled system error)"]);
     }
-    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    assert!(start.elapsed() < PROMPTLY, "{:?}", start.elapsed());
 }
 
 /// Code 46, which the driver returns if another process has exclusive use of the GPU, at each call that finds and opens a GPU.
@@ -600,6 +600,6 @@ fn a_gpu_that_is_lost_ends_all_ranks_at_once_and_is_named() {
         let outcome = train(&[("FAKE_FAULT", after)], &["--gpus=2"]);
         outcome.refused(1, &["rank 1 (GPU 1): pull ", "CUDA error 700", "context is lost", "last checkpoint"]);
         counted(&outcome);
-        assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+        assert!(start.elapsed() < PROMPTLY, "{:?}", start.elapsed());
     }
 }

@@ -7,8 +7,8 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Time limit of an input, far above the usual time.
-const LONGEST: Duration = Duration::from_secs(2);
+/// Time limit of an input, far above the usual time even where other tests keep all CPUs busy.
+const LONGEST: Duration = Duration::from_secs(20);
 
 #[test]
 fn no_input_of_the_corpora_panics_or_takes_long() {

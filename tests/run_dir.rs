@@ -1,7 +1,7 @@
 //! A run owns its output directory: no second run may use it, links are not followed out of it, and files that a user removed cause no
 //! loss.
 
-use crate::program::{CONFIG, Outcome, STEPS, Workspace, program, run};
+use crate::program::{CONFIG, Outcome, PROMPTLY, STEPS, Workspace, program, run};
 use crate::resume::{await_line, await_write};
 use crate::support::emulator;
 use nix::sys::signal::{Signal, kill};
@@ -67,7 +67,7 @@ fn a_second_run_is_refused_at_once_and_the_first_does_not_notice() {
         let start = Instant::now();
         let second = run(&mut workspace.train("r", flags));
         second.refused(1, &[workspace.path("r").to_str().unwrap(), &pid, host.trim(), "started 20", "--output-dir"]);
-        assert!(second.stdout.is_empty() && start.elapsed() < Duration::from_secs(5), "{second:?}");
+        assert!(second.stdout.is_empty() && start.elapsed() < PROMPTLY, "{second:?}");
     }
     fs::write(workspace.path("r/trace.json"), "mine").unwrap();
     run(&mut workspace.train("r", &[])).refused(1, &["another run", &pid]);

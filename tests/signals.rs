@@ -1,6 +1,6 @@
 //! Signals that save a run or end it at once, and the time from which they are handled.
 
-use crate::program::{Outcome, Workspace, run};
+use crate::program::{Outcome, PROMPTLY, Workspace, run};
 use crate::resume::{await_line, await_listening, has_signal, send};
 use nix::sys::signal::Signal;
 use std::process::Child;
@@ -24,7 +24,7 @@ fn expect_ended_at_once(child: Child, code: i32) {
     let sent = Instant::now();
     let ended: Outcome = child.wait_with_output().unwrap().into();
     assert_eq!(ended.code, code, "{ended:?}");
-    assert!(sent.elapsed() < Duration::from_secs(5), "at once");
+    assert!(sent.elapsed() < PROMPTLY);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Messages between processes are checked before use, and a client without the run token cannot prevent a run from starting.
 
-use crate::program::{Outcome, Workspace, run};
+use crate::program::{Outcome, PROMPTLY, Workspace, run};
 use crate::resume::{await_line, send};
 use crate::wire_proxy::{HARMS, Harm, PHASES, Phase, Plot, WireProxy};
 use nix::sys::signal::Signal;
@@ -171,7 +171,7 @@ fn the_wait_for_peers_has_a_limit_and_a_signal_ends_it_in_all() {
     send(&all[1], Signal::SIGTERM);
     let begin = Instant::now();
     assert!(all.into_iter().map(end).all(|outcome| outcome.code == 75 && outcome.stdout.contains("interrupted while")));
-    assert!(begin.elapsed() < Duration::from_secs(10));
+    assert!(begin.elapsed() < PROMPTLY);
 }
 
 #[test]

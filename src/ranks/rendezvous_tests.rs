@@ -1,6 +1,7 @@
 //! Tests of the rendezvous with strangers, wrong tokens, signals and processes that die.
 
 use super::*;
+use crate::sweep::PROMPTLY;
 use serde_json::json;
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -12,7 +13,7 @@ fn free_address() -> String {
 }
 
 fn meeting(address: &str, process: usize, processes: usize, token: &str) -> ProcessRendezvous {
-    let (token, limit) = (RunToken::new(token.as_bytes(), "here").unwrap(), Duration::from_secs(60));
+    let (token, limit) = (RunToken::new(token.as_bytes(), "here").unwrap(), 2 * PROMPTLY);
     ProcessRendezvous { address: address.into(), process, processes, ranks: 2, token, limit }
 }
 
@@ -303,7 +304,7 @@ fn a_stop_ends_every_wait_and_all_that_wait_there() {
     }
     second.stop.request();
     assert_eq!([second.error().exit_code(), first.error().exit_code()], [75; 2], "process 0 is told");
-    assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+    assert!(begin.elapsed() < PROMPTLY, "{:?}", begin.elapsed());
     drop(silent_door);
     drip.join().unwrap();
 }
