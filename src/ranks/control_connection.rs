@@ -9,7 +9,7 @@ use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
 /// Time between two heartbeats.
-const BEAT: Duration = Duration::from_secs(2);
+pub(super) const BEAT: Duration = Duration::from_secs(2);
 /// Time without a complete message after which the peer counts as lost.
 const SILENCE: Duration = Duration::from_secs(8);
 /// Timeout for sending a message.
@@ -22,8 +22,9 @@ const PIECE_BYTES: usize = 16 << 10;
 /// A control connection that is polled without blocking.
 pub(super) struct ControlConnection {
     connection: SealedConnection,
-    /// Time of the last complete message received. `said` is the time of the last one sent.
+    /// Time of the last complete message received.
     last_received: Instant,
+    /// Time of the last message sent.
     last_sent: Instant,
 }
 

@@ -1,6 +1,6 @@
 //! State of the other processes at process 0 during the rendezvous: which have arrived, their hello messages, and which were lost again.
 
-use super::control_connection::ControlConnection;
+use super::control_connection::{BEAT, ControlConnection};
 use super::hello_message::{HelloMessage, RendezvousError};
 use super::notice::{Notice, Topic};
 use super::wire::SealedConnection;
@@ -56,7 +56,8 @@ impl ConnectedProcess {
             }
         }
         match &self.rival {
-            Some((_, since)) if line.last_received() > *since => {
+            // Messages that a process sent before it lost this connection may arrive after its next connection. A live one sends heartbeats.
+            Some((_, since)) if line.last_received() > *since + BEAT => {
                 Err(Error::usage(format!("--process {process}: two processes have the number {process}")).into())
             }
             _ => Ok(Ok(())),
@@ -154,5 +155,45 @@ impl ControlServer {
     /// Errors of the system.
     pub(super) fn into_connections(self) -> io::Result<Vec<SealedConnection>> {
         self.peers.into_iter().filter_map(|peer| peer.line).map(ControlConnection::into_connection).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::wire::Seal;
+    use super::*;
+    use crate::sweep::PROMPTLY;
+    use std::net::{TcpListener, TcpStream};
+
+    fn connection() -> (SealedConnection, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (SealedConnection::bare(one), listener.accept().unwrap().0)
+    }
+
+    /// The lines about lost processes, without an error, until `is_so`.
+    fn served_until(server: &mut ControlServer, is_so: impl Fn(&ControlServer, &[String]) -> bool) -> Vec<String> {
+        let (begin, stop, mut gone) = (Instant::now(), StopFlag::default(), Vec::new());
+        while !is_so(server, &gone) {
+            assert!(begin.elapsed() < PROMPTLY, "{gone:?}");
+            gone.extend(server.serve(&stop).unwrap_or_else(|_| panic!("two processes")));
+        }
+        gone
+    }
+
+    #[test]
+    fn a_process_that_lost_its_connection_and_connects_again_is_not_two() {
+        let mut server = ControlServer::new(2);
+        let [(old, mut sent), (new, mut again)] = [(); 2].map(|()| connection());
+        server.admit(1, old).unwrap();
+        server.admit(1, new).unwrap();
+        // The first connection has a message that arrives late, and then its end.
+        Notice::new(Topic::Ready, &[]).write(&mut sent, &mut Seal::default()).unwrap();
+        assert!(served_until(&mut server, |server, _| server.all_ready()).is_empty());
+        drop(sent);
+        let gone = served_until(&mut server, |_, gone| !gone.is_empty());
+        assert!(gone[0].starts_with("process 1 is gone before the run began: ") && !server.all_ready(), "{gone:?}");
+        Notice::new(Topic::Ready, &[]).write(&mut again, &mut Seal::default()).unwrap();
+        served_until(&mut server, |server, _| server.all_ready());
     }
 }
