@@ -1,6 +1,7 @@
 //! Data that is too large for memory, run by the program: prepared once, in bounded memory, seen on its way, ended by a signal.
 
-use crate::program::{Outcome, PROMPTLY, Workspace, program, run};
+use crate::program::{Outcome, Workspace, program, run};
+use crate::sweep::PROMPTLY;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::fs;

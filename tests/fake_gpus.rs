@@ -1,8 +1,9 @@
 //! The host code for several GPUs with a fake CUDA driver (`fake_gpus/driver.c`): contexts, streams, events, memory and their order. The
 //! fake driver ends a run that makes a call which a real driver would not tolerate.
 
-use crate::program::{CONFIG, Outcome, PROMPTLY, Workspace, program, run};
+use crate::program::{CONFIG, Outcome, Workspace, program, run};
 use crate::support::emulator;
+use crate::sweep::{PROMPTLY, sweep};
 use serde_json::Value;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -90,8 +91,9 @@ fn gpus_that_share_sequences_pull_rows_where_there_is_a_link_and_where_there_is_
     if is_emulated() {
         return;
     }
-    for ranks in ["--sequence-ranks=2", "--sequence-ranks=4"] {
-        for (links, has_links) in [("FAKE_MODELS_ARE_ONE", true), ("FAKE_NO_LINK", false)] {
+    let machines = [("FAKE_MODELS_ARE_ONE", true), ("FAKE_NO_LINK", false)];
+    for (nth, ranks) in ["--sequence-ranks=2", "--sequence-ranks=4"].into_iter().enumerate() {
+        for &(links, has_links) in sweep(&machines[nth..][..1], &machines) {
             let fake = [("FAKE_GPUS", "4"), (links, "")];
             let pulls = |flags: &[&str]| {
                 let [direct, staged, waits] = counted(&train(&fake, flags));
@@ -328,7 +330,7 @@ fn a_gpu_without_memory_before_the_first_step_is_refused_and_leaves_nothing() {
     let flags = ["--replan=off", "--save-memory=off"];
     let at_start = taken(&train(&[], &flags));
     for (variable, calls) in ["FAKE_NO_MEMORY", "FAKE_NO_PINS"].into_iter().zip(at_start) {
-        for nth in 1..=calls {
+        for nth in (1..=calls).step_by(sweep(3, 1)) {
             let outcome = train(&[(variable, &nth.to_string())], &flags);
             outcome.refused(1, &["CUDA error 2"]);
             counted(&outcome);
@@ -391,7 +393,7 @@ fn keeps_the_old_plan_without_memory(more: &[&str]) {
     let at_start = taken(&kept);
     for (which, variable) in ["FAKE_NO_MEMORY", "FAKE_NO_PINS"].into_iter().enumerate() {
         let mut refused = 0;
-        for nth in (at_start[which] + 1..).step_by([crate::sweep::sweep(3, 1), 1][which]) {
+        for nth in (at_start[which] + 1..).step_by([sweep(3, 1), 1][which]) {
             let outcome = train(&[(variable, &nth.to_string())], &flags("--replan=random"));
             counted(&outcome);
             if outcome.stdout.contains(": another plan in ") {

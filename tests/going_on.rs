@@ -162,7 +162,7 @@ fn a_path_at_which_nothing_lies_is_named_with_its_flag_and_its_nearest_neighbour
 
 #[test]
 fn a_model_has_one_flag_in_plan_simulate_and_bench() {
-    let machine = ["--hardware=h200-pcie5", "--seq-length=512", "--per-device-train-batch-size=1"];
+    let machine = ["--hardware=h200-pcie5", "--seq-length=512", "--per-device-train-batch-size=1", "--strategy=no-offload"];
     let (model, config) = ("--model=gpt-5b", "--model-config=gpt-5b");
     for flags in [["plan", config], ["simulate", model]] {
         let output = run(program(&flags).args(machine));

@@ -1,6 +1,7 @@
 //! Models by their name on the hub, from its cache or downloaded.
 
-use crate::program::{CONFIG, Outcome, PROMPTLY, Workspace, program, run};
+use crate::program::{CONFIG, Outcome, Workspace, program, run};
+use crate::sweep::PROMPTLY;
 use serde_json::Value;
 use std::os::unix::fs::symlink;
 use std::process::Command;

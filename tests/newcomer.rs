@@ -63,7 +63,8 @@ fn a_file_that_is_no_profile_is_refused_in_one_line() {
     run(&mut program(&["plan", "--model", "llama-8b", "--hardware", path])).refused(1, &[path, "line "]);
     run(&mut program(&["plan", "--model", "llama-8b", "--hardware", "/dev/null"])).refused(1, &["/dev/null"]);
     run(&mut program(&["plan", "--model", "llama-9b", "--hardware", "gb200"])).refused(2, &["--model llama-9b", "llama-8b"]);
-    let planned = |init: &[&str]| run(program(&["plan", "--model", "gemma-3-1b", "--hardware", "h200-pcie5"]).args(init));
+    let model = workspace.path("model");
+    let planned = |init: &[&str]| run(program(&["plan", "--hardware", "h200-pcie5", "--model"]).arg(&model).args(init));
     let (message, plain) = (planned(&["--init", "checkpoint"]), planned(&[]));
     assert!(message.code == 0 && message.stdout == plain.stdout, "weights of a checkpoint need no other memory: {message:?}");
 }

@@ -1,8 +1,9 @@
 //! Several processes with one or several ranks each, connected over TCP on one machine. They must give the same bits as the devices of one
 //! process, and end together.
 
-use crate::program::{Outcome, PROMPTLY, STEPS, Workspace, program, run};
+use crate::program::{Outcome, STEPS, Workspace, program, run};
 use crate::resume::{await_line, send};
+use crate::sweep::{PROMPTLY, sweep};
 use nix::sys::signal::Signal;
 use std::fs;
 use std::net::TcpListener;
@@ -24,10 +25,17 @@ const PARTLY: &str = "--weights=sharded";
 #[cfg(feature = "weight-flow")]
 const FULLY: &str = "--weights=fully-sharded";
 
-/// Numbers of processes, and of ranks in each, for these two flags.
+/// Numbers of processes, and of ranks in each, for these two flags, and the runs that try them without `SUPEROFFLOAD_SWEEP=all`.
 #[cfg(feature = "weight-flow")]
-const SHARED: [(&str, [usize; 2]); 7] =
-    [(PARTLY, [2, 2]), (PARTLY, [2, 3]), (PARTLY, [3, 2]), (FULLY, [2, 2]), (FULLY, [2, 3]), (FULLY, [3, 2]), (FULLY, [2, 1])];
+const SHARED: [(&str, [usize; 2], &[usize]); 7] = [
+    (PARTLY, [2, 2], &[0, 2]),
+    (PARTLY, [2, 3], &[0]),
+    (PARTLY, [3, 2], &[1]),
+    (FULLY, [2, 2], &[1]),
+    (FULLY, [2, 3], &[2]),
+    (FULLY, [3, 2], &[0]),
+    (FULLY, [2, 1], &[0]),
+];
 
 pub fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
@@ -180,7 +188,7 @@ fn formats_faults_and_places_do_not_change_that() {
 fn slices_wait_for_their_inputs() {
     let workspace = Workspace::new();
     let whole = digest_of_one(&workspace, "one", 1, &["--dtype=float32"]);
-    for seed in crate::sweep::sweep(16..18, 1..100) {
+    for seed in sweep(16..18, 1..100) {
         let adversary = format!("--adversary={seed}");
         assert_eq!(digest(&workspace, &format!("two-{seed}"), 2, &["--dtype=float32", &adversary]), whole, "seed {seed}");
     }
@@ -197,7 +205,7 @@ fn ranks_of_several_processes_train_to_the_bits_of_one_rank() {
     ];
     for (nth, flags) in runs.into_iter().enumerate() {
         let whole = digest_of_one(&workspace, &format!("one-{nth}"), 1, flags);
-        for layout in [[2, 2], [2, 3], [3, 2]].into_iter().take(3 - nth) {
+        for layout in [[2, 2], [2, 3], [3, 2]].into_iter().take(sweep([3, 1, 1], [3; 3])[nth]) {
             let out = format!("{}x{}-{nth}", layout[0], layout[1]);
             assert_eq!(digest_in(&workspace, &out, layout, flags), whole, "{layout:?} with {flags:?}");
             for (one, several) in workspace.metrics(&format!("one-{nth}")).iter().zip(workspace.metrics(&out)) {
@@ -227,7 +235,7 @@ fn processes_whose_ranks_share_the_weights_train_to_the_bits_of_one_rank() {
     ];
     for (nth, flags) in runs.into_iter().enumerate() {
         let whole = digest_of_one(&workspace, &format!("one-{nth}"), 1, flags);
-        for (weights, layout) in SHARED {
+        for (weights, layout, _) in SHARED.into_iter().filter(|(.., tried)| sweep(*tried, &[0, 1, 2]).contains(&nth)) {
             let out = format!("{}x{}-{nth}{weights}", layout[0], layout[1]);
             let sharded = [flags, &[weights]].concat();
             assert_eq!(digest_in(&workspace, &out, layout, &sharded), whole, "{layout:?} with {sharded:?}");
@@ -247,16 +255,17 @@ fn processes_whose_ranks_share_the_weights_train_to_the_bits_of_one_rank() {
     let [sharded, fully_sharded] = [PARTLY, FULLY].map(|weights| [&resume[..], &[weights]].concat());
     let whole = digest_of_one(&workspace, "whole", 1, &["--bucket-mib=0.0625"]);
     let [partly, fully] = [PARTLY, FULLY].map(|weights| move |layout: &str| format!("{layout}-0{weights}"));
-    for (from, layout, flags) in [
+    let resumes = [
         (partly("2x2"), [1, 1], &resume[..]),
         ("one-0".into(), [3, 2], &sharded),
+        (partly("2x3"), [2, 2], &fully_sharded),
+        (fully("2x1"), [2, 2], &sharded),
         (partly("2x3"), [2, 2], &sharded),
         (partly("2x2"), [2, 3], &resume),
         (fully("3x2"), [1, 1], &resume),
-        (partly("2x2"), [2, 2], &fully_sharded),
-        (fully("2x1"), [2, 2], &sharded),
-    ] {
-        let out = format!("{from}-{}x{}-{}", layout[0], layout[1], flags.len());
+    ];
+    for (nth, (from, layout, flags)) in resumes.into_iter().take(sweep(4, 7)).enumerate() {
+        let out = format!("{from}-{}x{}-{nth}", layout[0], layout[1]);
         workspace.copy_checkpoints(&from, &out, &[6]);
         let resumed = if layout[0] == 1 { digest_of_one(&workspace, &out, 1, flags) } else { digest_in(&workspace, &out, layout, flags) };
         assert_eq!(resumed, whole, "{out}");
@@ -271,8 +280,10 @@ fn slices_that_a_process_shares_are_whole_whatever_runs_first() {
     workspace.settings("inject = [{step = 3, element = 5000, share = 7, value = 'nan'}, {step = 5, element = 9, share = 2, value = 1e3}]");
     let whole = |group: &str| digest_of_one(&workspace, &format!("one{group}"), 1, &["--dtype=float16", "--bucket-mib=0.0625", group]);
     let whole = ["--gradient-group=1", "--gradient-group=2"].map(|group| (group, whole(group)));
-    let seeds = crate::sweep::sweep(17..19, 1..100);
-    for (weights, seed) in [PARTLY, FULLY].into_iter().flat_map(|weights| seeds.clone().map(move |seed| (weights, seed))) {
+    let seeds = sweep(17..18, 1..100);
+    for (weights, seed) in
+        [(PARTLY, 0), (FULLY, 1)].into_iter().flat_map(|(weights, first)| seeds.clone().map(move |seed| (weights, seed + first)))
+    {
         let (group, whole) = &whole[seed % 2];
         let (adversary, out) = (format!("--adversary={seed}"), format!("2x2-{seed}{weights}"));
         let flags = ["--dtype=float16", "--bucket-mib=0.0625", weights, group, &adversary];
@@ -288,7 +299,7 @@ fn pulls_wait_for_slices_that_come_from_other_processes() {
     let workspace = deep();
     let whole = |group: &str| digest_of_one(&workspace, &format!("one{group}"), 1, &["--dtype=float32", "--bucket-mib=0.0625", group]);
     let whole = ["--gradient-group=1", "--gradient-group=2"].map(|group| (group, whole(group)));
-    for seed in crate::sweep::sweep(16..20, 1..100) {
+    for seed in sweep(16..18, 1..100) {
         let (group, whole) = &whole[seed % 2];
         let (adversary, out) = (format!("--adversary={seed}"), format!("2x2-{seed}"));
         let flags = ["--dtype=float32", "--bucket-mib=0.0625", group, &adversary];
@@ -306,11 +317,11 @@ fn groups_of_shares_have_the_same_bits_wherever_they_are_summed() {
         let flat = [flags, &["--bucket-mib=0.0625"]].concat();
         let grouped = [&flat[..], &[group]].concat();
         let whole = digest_of_one(&workspace, &format!("one-{nth}"), 1, &grouped);
-        assert_ne!(digest_of_one(&workspace, &format!("flat-{nth}"), 1, &flat), whole, "{group} rounds groups");
+        if nth == 0 {
+            assert_ne!(digest_of_one(&workspace, "flat", 1, &flat), whole, "{group} rounds groups");
+        }
         assert_eq!(digest_of_one(&workspace, &format!("ranks-{nth}"), 4, &grouped), whole);
-        let layouts: &[[usize; 2]] = &[[2, 2], [2, 3], [2, 1], [3, 1]];
-        let layouts = if nth == 0 { layouts } else { crate::sweep::sweep(&layouts[..2], layouts) };
-        for &layout in layouts {
+        for layout in [[2, 2], [2, 3], [2, 1], [3, 1]].into_iter().take(sweep([4, 1, 1], [4; 3])[nth]) {
             let out = format!("{}x{}-{nth}", layout[0], layout[1]);
             assert_eq!(digest_in(&workspace, &out, layout, &grouped), whole, "{layout:?} with {grouped:?}");
         }
@@ -339,17 +350,18 @@ fn a_run_goes_on_with_another_number_of_processes() {
     digest(&workspace, "four", 4, &[]);
     digest(&workspace, "two", 2, &[]);
     digest_in(&workspace, "pairs", [2, 2], &[]);
-    for (from, layout) in [
+    let resumes = [
         ("one", [2, 1]),
         ("two", [1, 1]),
         ("four", [3, 1]),
+        ("pairs", [1, 1]),
+        ("four", [2, 2]),
         ("four", [1, 1]),
         ("two", [4, 1]),
         ("one", [2, 2]),
-        ("pairs", [1, 1]),
         ("pairs", [3, 1]),
-        ("four", [2, 2]),
-    ] {
+    ];
+    for (from, layout) in resumes.into_iter().take(sweep(5, 9)) {
         let out = format!("{from}-{}x{}", layout[0], layout[1]);
         workspace.copy_checkpoints(from, &out, &[6]);
         let resume: &[&str] = &["--resume-from-checkpoint=auto"];
@@ -554,7 +566,7 @@ fn kill_in(workspace: &Workspace, (phase, step): (&str, u64), (victim, ranks): (
 fn a_process_that_is_killed_ends_the_other_and_the_run_goes_on() {
     let workspace = Workspace::new();
     let whole = digest_of_one(&workspace, "one", 1, &[]);
-    let phases = crate::sweep::sweep(vec![PHASES[0], PHASES[3], PHASES[8], PHASES[11]], PHASES.to_vec());
+    let phases = sweep(vec![PHASES[0], PHASES[3], PHASES[8], PHASES[11]], PHASES.to_vec());
     for (nth, phase) in phases.into_iter().enumerate() {
         kill_in(&workspace, phase, (nth % 2, 1), &whole);
         if nth % 2 == 1 {
@@ -597,8 +609,10 @@ fn a_signal_to_any_process_saves_at_one_step_and_all_exit_with_75() {
             "{outcomes:?}"
         );
         assert_eq!(workspace.names(&out, "checkpoint-"), [format!("checkpoint-{steps}")]);
-        let resumed = ends(start(&workspace, &out, 2, &[long, &["--resume-from-checkpoint=auto"]].concat()));
-        assert_eq!(resumed[0].digest(), whole, "{out}");
+        if message < sweep(1, 2) {
+            let resumed = ends(start(&workspace, &out, 2, &[long, &["--resume-from-checkpoint=auto"]].concat()));
+            assert_eq!(resumed[0].digest(), whole, "{out}");
+        }
     }
     // Schedulers signal all processes at about the same time. A forwarded signal must not count as a second one.
     let mut children = start(&workspace, "all", 2, long);

@@ -1,8 +1,9 @@
 //! Saves of several processes beside steps: the files of saves that stop training, and processes that die meanwhile.
 
 use crate::processes::{digest_of_one, ends, start, start_in};
-use crate::program::{Outcome, PROMPTLY, Workspace, program, run};
+use crate::program::{Outcome, Workspace, program, run};
 use crate::resume::{await_line, send};
+use crate::sweep::PROMPTLY;
 use nix::sys::signal::Signal;
 use serde_json::Value;
 use std::fs;

@@ -5,13 +5,8 @@ use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::time::Duration;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_superoffload");
-
-/// Limit of the time until a process ends without waiting, on a machine whose CPUs are busy with other tests. Where such a test fails, the process
-/// waits for at least twice as long: for a limit of 300 s, for a server that is silent, or for ever.
-pub const PROMPTLY: Duration = Duration::from_secs(60);
 
 /// Steps of a run, unless its flags set another number.
 pub const STEPS: u64 = 12;

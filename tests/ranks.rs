@@ -1,11 +1,12 @@
 //! Several devices of one machine, with a thread each. They must give the same bits and files as one device, and end together when one
 //! fails.
 
-use crate::program::{Outcome, PROMPTLY, Workspace, run};
+use crate::program::{Outcome, Workspace, run};
 #[cfg(feature = "weight-flow")]
 use crate::resume::streamable;
 use crate::resume::{await_line, send, stop_signals};
 use crate::support::{Noise, load, random_params, resident, settings, tiny_llama};
+use crate::sweep::PROMPTLY;
 use nix::sys::signal::Signal;
 use std::fs;
 use std::process::Command;
@@ -347,7 +348,7 @@ fn a_signal_saves_all_ranks_at_one_step_and_a_second_one_ends_them() {
         let flags = gpus(count, &["--max-steps=30", "--save-steps=1000"]);
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
         let whole = run(&mut workspace.train(&format!("whole-{count}"), &flags)).digest().to_string();
-        for signal in stop_signals() {
+        for signal in stop_signals().take(crate::sweep::sweep(8 / count, 8)) {
             let out = format!("{count}-{signal}");
             let mut child = workspace.train(&out, &flags).spawn().unwrap();
             await_line(&mut child, "step      3");

@@ -202,7 +202,7 @@ fn plans_that_change_between_steps_change_no_bit() {
 #[test]
 fn ranks_go_over_to_another_plan_at_one_step_and_change_no_bit() {
     let (mut moved, mut reordered, mut speculated, mut skipped) = ([0; 5], 0, 0, 0);
-    for seed in 0..36u64 {
+    for seed in 0..crate::sweep::sweep(20, 36u64) {
         let pick = |every: u64, count: usize| (seed / every) as usize % count;
         let (ranks, rounds, per_partial_sum) = ([2, 3, 4][pick(1, 3)], [1, 2][pick(3, 2)], [1, 2][pick(6, 2)]);
         let kind = (["0.0", "1e-3", "1.7", "1e9"][pick(1, 4)], ["bfloat16", "float32"][pick(2, 2)]);

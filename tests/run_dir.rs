@@ -1,9 +1,10 @@
 //! A run owns its output directory: no second run may use it, links are not followed out of it, and files that a user removed cause no
 //! loss.
 
-use crate::program::{CONFIG, Outcome, PROMPTLY, STEPS, Workspace, program, run};
+use crate::program::{CONFIG, Outcome, STEPS, Workspace, program, run};
 use crate::resume::{await_line, await_write};
 use crate::support::emulator;
+use crate::sweep::PROMPTLY;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::stat::Mode;
 use nix::unistd::{Pid, mkfifo};

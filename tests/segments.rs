@@ -202,7 +202,7 @@ impl RanksCase {
 fn segments_of_layers_on_several_ranks_change_no_bit() {
     let (mut speculated, mut skipped, mut clipped, mut kept, mut sharded, mut shared) = (0, 0, 0, 0, 0, 0);
     let (mut ringed, mut summed, mut ran) = (0, 0, 0);
-    for seed in seeds(210) {
+    for seed in seeds(210).step_by(crate::sweep::sweep(2, 1)) {
         let pick = Pick(seed + 1004);
         let case = RanksCase::of(&pick);
         let Ok(reference) = case.plan(case.sequence_ranks, "strategy = \"no-offload\"\nthreads = 1\nbucket-mib = 0.0625") else { continue };

@@ -8,9 +8,11 @@ fn conforms(choice: &[&str]) {
     assert!(done.code == 0 && done.stdout.contains(" passed, 0 failed"), "{choice:?}: {}{}", done.stdout, done.stderr);
 }
 
+/// Without `SUPEROFFLOAD_SWEEP=all`, no cases of float16: the CPU device computes them as those of bfloat16 but for the conversions, which have
+/// tests beside their code.
 #[test]
 fn kernels_match_the_reference() {
-    conforms(&["kernels/"]);
+    conforms(crate::sweep::sweep(&["kernels/", "--skip", " float16"], &["kernels/"]));
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! Signals that save a run or end it at once, and the time from which they are handled.
 
-use crate::program::{Outcome, PROMPTLY, Workspace, run};
+use crate::program::{Outcome, Workspace, run};
 use crate::resume::{await_line, await_listening, has_signal, send};
+use crate::sweep::{PROMPTLY, sweep};
 use nix::sys::signal::Signal;
 use std::process::Child;
 use std::time::{Duration, Instant};
@@ -49,7 +50,7 @@ fn a_second_signal_ends_the_program_at_once_unless_it_is_the_same_request() {
 #[test]
 fn a_warning_of_a_batch_system_is_neither_the_first_nor_the_second_of_two_signals() {
     let workspace = Workspace::new();
-    for warning in [Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGXCPU] {
+    for warning in [Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGXCPU].into_iter().take(sweep(1, 3)) {
         let mut child = in_a_long_step(&workspace, &[]);
         for signal in [warning, warning, Signal::SIGTERM, warning] {
             send(&child, signal);

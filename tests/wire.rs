@@ -1,7 +1,8 @@
 //! Messages between processes are checked before use, and a client without the run token cannot prevent a run from starting.
 
-use crate::program::{Outcome, PROMPTLY, Workspace, run};
+use crate::program::{Outcome, Workspace, run};
 use crate::resume::{await_line, send};
+use crate::sweep::PROMPTLY;
 use crate::wire_proxy::{HARMS, Harm, PHASES, Phase, Plot, WireProxy};
 use nix::sys::signal::Signal;
 use std::fs::Permissions;
@@ -95,7 +96,9 @@ fn a_message_that_is_harmed_on_its_way_is_never_used() {
     slow.settings("faults = [{rank = 0, step = 3, phase = 'optimize', kind = 'slow'}]");
     let plots = PHASES.into_iter().enumerate().flat_map(|(nth, phase)| {
         let harms: Vec<Harm> = crate::sweep::sweep([0, 2, 5].map(|at| HARMS[(nth + at) % HARMS.len()]).to_vec(), HARMS.to_vec());
-        let always = matches!(phase, Phase::Gradients | Phase::Weights | Phase::Notices | Phase::Orders).then_some(Harm::Flip);
+        // Each plot has an output directory of its own: none occurs twice.
+        let is_named = matches!(phase, Phase::Gradients | Phase::Weights | Phase::Notices | Phase::Orders);
+        let always = (is_named && !harms.contains(&Harm::Flip)).then_some(Harm::Flip);
         let choice = 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(nth as u64 + 1);
         let late = if matches!(phase, Phase::Handshake | Phase::Alive | Phase::End) { 0 } else { 5 };
         harms.into_iter().chain(always).map(move |harm| Plot { phase, harm, nth: late, choice })

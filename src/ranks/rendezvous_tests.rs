@@ -13,7 +13,7 @@ fn free_address() -> String {
 }
 
 fn meeting(address: &str, process: usize, processes: usize, token: &str) -> ProcessRendezvous {
-    let (token, limit) = (RunToken::new(token.as_bytes(), "here").unwrap(), 2 * PROMPTLY);
+    let (token, limit) = (RunToken::new(token.as_bytes(), "here").unwrap(), Duration::from_secs(60));
     ProcessRendezvous { address: address.into(), process, processes, ranks: 2, token, limit }
 }
 
