@@ -158,9 +158,8 @@ const SWEEP_PARTS: f64 = 50.0;
 /// Tries five values of each; `SUPEROFFLOAD_SWEEP=all` tries 17.
 #[test]
 fn no_residency_by_hand_is_much_better_than_the_search() {
-    for (name, layers, batch, seq_length, hbm) in
-        [("qwen3-4b", 36, 4, 4096, 48), ("qwen3-4b", 36, 4, 4096, 64), ("llama-8b", 32, 4, 4096, 96), ("gpt-5b", 44, 8, 1024, 48)]
-    {
+    let cases = [("qwen3-4b", 36, 4, 4096, 48), ("llama-8b", 32, 4, 4096, 96), ("qwen3-4b", 36, 4, 4096, 64), ("gpt-5b", 44, 8, 1024, 48)];
+    for (name, layers, batch, seq_length, hbm) in cases.into_iter().take(sweep(2, 4)) {
         let (shape, machine) = (model(name, layers), h200(hbm, 126, (*Rates::assumed()).clone()));
         let settings = Settings { seq_length, per_device_train_batch_size: batch, ..Settings::default() };
         let found = rank(&settings, &shape, &machine).unwrap().candidates[0].clone();
@@ -407,10 +406,11 @@ fn limits_differ_from_those_without_streaming() {
     let shape = ModelShape { max_positions: 1536, ..model("qwen3-4b", 12) };
     let machine = h200(140, 126, (*Rates::assumed()).clone());
     let settings = Settings { weights: WeightsChoice::Flow, seq_length: 512, ..Settings::default() };
-    let limits = |shape| Limits::of(&settings.request(shape), &machine);
-    assert!(limits(&shape).batch > 8 && limits(&shape).layers > 36, "{:?}", limits(&shape));
-    assert_eq!((limits(&shape).seq_length, limits(&shape).seq_length_is_the_models), (1536, true));
-    assert_eq!(limits(&model("qwen3-4b", 1)).layers, 0);
+    let limits_of = |shape| Limits::of(&settings.request(shape), &machine);
+    let limits = limits_of(&shape);
+    assert!(limits.batch > 8 && limits.layers > 36, "{limits:?}");
+    assert_eq!((limits.seq_length, limits.seq_length_is_the_models), (1536, true));
+    assert_eq!(limits_of(&model("qwen3-4b", 1)).layers, 0);
 }
 
 fn results(name: &str) -> std::path::PathBuf {

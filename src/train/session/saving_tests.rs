@@ -11,6 +11,7 @@ use crate::optim::schedule::{LrScheduler, TrainLength};
 use crate::planner::plan::Plan;
 use crate::request::choices::{MastersChoice, ResidentBuckets, SaveMemory};
 use crate::signals::StopFlag;
+use crate::sweep::sweep;
 use crate::train::observer::Observer;
 use crate::train::{RunFacts, Summary, train};
 use crate::units::Bytes;
@@ -18,7 +19,8 @@ use serde_json::Value;
 use std::fs;
 use std::path::Path;
 
-/// The built-in model on a few tokens, in `dir`; each save takes about a third of a second.
+/// The built-in model on a few tokens, in `dir`; each save takes about a second, longer than a step even where other tests
+/// keep all CPUs busy.
 fn slow(dir: &Path, steps: u64, save_steps: u64) -> Settings {
     Settings {
         output_dir: dir.to_path_buf(),
@@ -29,7 +31,7 @@ fn slow(dir: &Path, steps: u64, save_steps: u64) -> Settings {
         per_device_train_batch_size: 1,
         lr_scheduler_type: LrScheduler::Constant,
         save_steps,
-        save_rate: Some(Bytes(3 * STATE_BYTES)),
+        save_rate: Some(Bytes(STATE_BYTES)),
         report_to: Vec::new(),
         save_memory: SaveMemory::Auto,
         ..Settings::demo()
@@ -78,6 +80,12 @@ impl Recorder {
 
     fn acting_after(line: &str, act: impl FnOnce() + 'static) -> Self {
         Self { act: Some((line.into(), Box::new(act))), ..Self::default() }
+    }
+
+    /// All but that steps waited for a save for long, as they may on a busy machine.
+    fn warnings(&self) -> Vec<&str> {
+        let is_other = |line: &&str| line.starts_with("warning: ") && !line.contains("a larger --save-steps avoids that");
+        self.lines.iter().map(String::as_str).filter(is_other).collect()
     }
 
     fn place(&self, text: &str) -> usize {
@@ -130,11 +138,11 @@ fn a_checkpoint_that_is_saved_beside_steps_is_that_of_a_run_that_stops() {
 #[test]
 fn copies_of_states_let_steps_go_on_and_change_no_byte() {
     for (nth, memory) in [SaveMemory::Size(Bytes(STATE_BYTES / 4)), SaveMemory::Size(Bytes(1 << 40))].into_iter().enumerate() {
-        // Each save takes a second.
-        let rate = Some(Bytes(STATE_BYTES));
+        // Each save takes two seconds.
+        let rate = Some(Bytes(STATE_BYTES / 2));
         let recorder =
             expect_saves_of(|dir, steps, save_steps| Settings { save_memory: memory, save_rate: rate, ..slow(dir, steps, save_steps) });
-        assert!(nth == 0 || recorder.waits_ms[2] < 500.0, "{:?}", recorder.waits_ms);
+        assert!(nth == 0 || recorder.waits_ms[2] < 1500.0, "{:?}", recorder.waits_ms);
     }
 }
 
@@ -194,7 +202,7 @@ fn states_that_the_device_copies_within_its_memory_are_saved_alike() {
 #[cfg(feature = "repartition")]
 #[test]
 fn states_that_leave_the_device_from_their_own_memory_are_saved_alike() {
-    for seed in 0..6 {
+    for seed in (0..6).step_by(sweep(5, 1)) {
         let recorder = expect_saves_of(|dir, steps, save_steps| Settings {
             adversary: Some(seed),
             threads: Some(1),
@@ -307,7 +315,7 @@ fn act_beside_save(act: impl FnOnce(&Path) + 'static) -> (tempfile::TempDir, Sum
 fn a_directory_that_is_removed_during_a_save_is_created_again_with_the_state_of_a_later_step() {
     let (dir, summary, recorder) = act_beside_save(|out| fs::remove_dir_all(out).unwrap());
     assert!(summary.failure.is_none(), "{:?}", summary.failure);
-    let warnings: Vec<_> = recorder.lines.iter().filter(|line| line.starts_with("warning: ")).collect();
+    let warnings = recorder.warnings();
     assert!(warnings.len() == 2 && warnings[0].contains("out was removed during the run"), "{warnings:?}");
     assert!(warnings[1].contains("metrics.jsonl was removed or replaced"), "{warnings:?}");
     let saved = |step| checkpoint::verify(&dir.path().join(format!("out/checkpoint-{step}")));
@@ -340,7 +348,7 @@ fn a_link_that_takes_the_directorys_place_during_a_save_ends_the_run() {
 fn old_checkpoints_are_removed_beside_steps() {
     let dir = tempfile::tempdir().unwrap();
     let (summary, recorder) = run(&Settings { save_total_limit: Some(1), ..slow(dir.path(), 7, 2) });
-    assert!(summary.failure.is_none() && recorder.lines.iter().all(|line| !line.starts_with("warning")), "{:?}", recorder.lines);
+    assert!(summary.failure.is_none() && recorder.warnings().is_empty(), "{:?}", recorder.lines);
     let names = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     assert_eq!(names.filter(|name| name.contains("checkpoint")).collect::<Vec<_>>(), ["checkpoint-7"]);
 }
@@ -360,7 +368,7 @@ fn a_save_that_fails_beside_steps_ends_the_run_and_leaves_the_checkpoint_before(
     let (_, _, accesses) = attempt(None);
     let all = of_state(&accesses, 4);
     assert!(all.len() > 12, "{accesses:?}");
-    for at in all.into_iter().step_by(3) {
+    for at in all.into_iter().step_by(sweep(9, 1)) {
         let (dir, (summary, recorder), accesses) = attempt(Some((at, Mode::Error)));
         let names = || fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
         if accesses.get(at).is_none_or(|(_, path)| !path.to_string_lossy().contains("checkpoint-4.tmp")) {
