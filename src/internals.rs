@@ -40,6 +40,7 @@ pub mod data {
     pub use crate::data::rows::batch::{Batch, Batches};
     pub use crate::data::rows::row_rules::{Packing, RowRules};
     pub use crate::data::tokenizer::AddBos;
+    pub use crate::simulate::random_tokens::RandomTokens;
 }
 
 pub mod device {

@@ -1,7 +1,7 @@
 //! Losses other than the cross-entropy of tokens. Each makes a scale for the gradient of every row of the head, from the log-probabilities of
 //! all rows of a micro-batch and a list of numbers behind its other arrays.
 
-use crate::pair_loss::{PAIR_TOKENS_MIN, PAIR_WORDS, PairLoss, PairLossKind, PairMetrics};
+use crate::pair_loss::{PAIR_TOKENS_MIN, PAIR_WORDS, PairLoss, PairLossKind, PairMetrics, SUM_WORDS};
 use crate::policy_loss::{PolicyLoss, PolicyLossKind, PolicyMetrics, TOKEN_WORDS};
 use crate::teacher_loss::{ENTRY_WORDS, TeacherLoss, TeacherLossKind, TeacherMetrics};
 use clap::ValueEnum;
@@ -97,9 +97,24 @@ impl Objective {
         }
     }
 
-    /// Whether the loss compares log-probabilities with sums of a reference, which the engine computes before step 0.
+    /// Whether the loss compares log-probabilities with those of a reference, which the engine computes before step 0 unless the data has them.
     pub(crate) fn has_reference(&self) -> bool {
-        matches!(self, Self::Pairs(loss) if loss.kind.has_reference())
+        match self {
+            Self::Pairs(loss) => loss.kind.has_reference(),
+            Self::Policy(loss) => loss.has_reference(),
+            Self::Teacher(_) => false,
+        }
+    }
+
+    /// Words of the numbers of a reference of a micro-batch of `rows` rows of `seq_length` tokens, as the engine keeps them on the host: two
+    /// sums for each place of pairs, or the list of tokens; 0 without a reference.
+    pub(crate) fn reference_words(&self, (rows, seq_length): (usize, usize)) -> usize {
+        match self {
+            _ if !self.has_reference() => 0,
+            Self::Pairs(_) => rows * (seq_length / PAIR_TOKENS_MIN) * SUM_WORDS,
+            Self::Policy(_) => self.list_words((rows, seq_length)),
+            Self::Teacher(_) => 0,
+        }
     }
 
     /// The metrics in the numbers that a step reports.

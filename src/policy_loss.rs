@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 /// Words of a token in the list of a micro-batch: its advantage, its log-probability when it was sampled, and that of the reference, as 32-bit
 /// floats, and the number of tokens of its completion. A log-probability that is NaN is absent.
 pub(crate) const TOKEN_WORDS: usize = 4;
+/// Place of the log-probability of the reference in these words.
+pub(crate) const REFERENCE_WORD: usize = 2;
 
 /// Normalization of the loss of completions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
@@ -58,7 +60,7 @@ pub struct PolicyToken {
     pub advantage: f64,
     /// Log-probability when the token was sampled; NaN: that of now.
     pub old: f64,
-    /// Log-probability under the reference, which a beta above 0 needs.
+    /// Log-probability under the reference, which a beta above 0 needs; NaN: absent.
     pub reference: f64,
     /// Tokens of the completion.
     pub tokens: f64,
@@ -110,6 +112,24 @@ impl PolicyLoss {
         }
     }
 
+    /// Whether the loss compares log-probabilities with those of a reference.
+    pub fn has_reference(&self) -> bool {
+        self.beta > 0.0
+    }
+
+    /// The log-probability that the loss computes with. A loss with a reference rounds it to a 32-bit float, as that of the reference is stored:
+    /// equal weights have the divergence 0.
+    pub fn rounded(&self, logp: f64) -> f64 {
+        if self.has_reference() { f64::from(logp as f32) } else { logp }
+    }
+
+    /// `token` with the log-probability `logp` in the place of one of the reference that the loss needs and that is absent. The pass that computes
+    /// the reference meets such tokens, and no step does.
+    pub fn with_reference(&self, token: PolicyToken, logp: f64) -> PolicyToken {
+        let is_absent = self.has_reference() && token.reference.is_nan();
+        PolicyToken { reference: if is_absent { logp } else { token.reference }, ..token }
+    }
+
     /// The loss of a token with the log-probability `logp`.
     pub fn terms(&self, logp: f64, token: PolicyToken) -> PolicyTerms {
         let PolicyToken { advantage, old, reference, tokens } = token;
@@ -150,6 +170,12 @@ impl PolicyToken {
         let float = |word: i32| f64::from(f32::from_bits(word as u32));
         Self { advantage: float(advantage), old: float(old), reference: float(reference), tokens: f64::from(tokens) }
     }
+}
+
+/// The log-probability of the reference in the words of a token; `None` for words that belong to no token.
+pub(crate) fn reference_of(words: &[i32; TOKEN_WORDS]) -> Option<f32> {
+    let [_, _, reference, tokens] = *words;
+    (tokens > 0).then(|| f32::from_bits(reference as u32))
 }
 
 #[cfg(test)]
@@ -203,8 +229,19 @@ mod tests {
     }
 
     #[test]
+    fn a_loss_with_a_reference_rounds_log_probabilities_and_takes_them_for_an_absent_reference() {
+        let (logp, kind) = (-2.0 - 1e-9, PolicyLossKind::Dapo);
+        assert_eq!([0.0, 0.1].map(|beta| loss(kind, beta).rounded(logp)), [logp, -2.0]);
+        let absent = PolicyToken { reference: f64::NAN, ..token(1.5, -2.0) };
+        let with = |beta, token| loss(kind, beta).with_reference(token, -2.0).reference;
+        assert_eq!((with(0.1, absent), with(0.1, token(1.5, -2.0)), with(0.0, absent).is_nan()), (-2.0, -2.4, true));
+        assert_eq!(loss(kind, 0.1).terms(-2.0, loss(kind, 0.1).with_reference(absent, -2.0)).kl, 0.0);
+    }
+
+    #[test]
     fn a_token_survives_its_words() {
         let have = PolicyToken::of_words(&PolicyToken::words([1.5, -0.25, -3.0], 7));
         assert_eq!(have, PolicyToken { advantage: 1.5, old: -0.25, reference: -3.0, tokens: 7.0 });
+        assert_eq!([7, 0].map(|tokens| reference_of(&PolicyToken::words([1.5, -0.25, -3.0], tokens))), [Some(-3.0), None]);
     }
 }

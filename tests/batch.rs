@@ -314,4 +314,10 @@ fn the_plan_counts_the_memory_of_batches() {
     };
     assert_eq!(bytes((2, 8, 5), false) - bytes((2, 8, 1), false), 4 * 3 * 16 * 4);
     assert_eq!(bytes((2, 8, 5), true) - bytes((2, 8, 5), false), 5 * 16 * 4);
+    let of_loss = |lines: &str| {
+        let plan =
+            plan(&shape, (2, 8, 5), true, &format!("loss = \"dapo\"\ndata = [\"records.jsonl\"]\ndata-format = \"rollouts\"\n{lines}"));
+        plan.forecast.memory.iter().find(|class| class.name == "batches, norm").map(|class| class.bytes).unwrap()
+    };
+    assert_eq!(of_loss("beta = 0.1") - of_loss(""), 5 * 16 * 4 * 4, "a list that goes back to the host");
 }

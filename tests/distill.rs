@@ -87,6 +87,8 @@ fn devices_shares_timing_and_interruptions_change_no_bit() {
         assert_eq!(distill(&workspace, out, flags).digest(), whole, "{out}");
         assert_eq!(lines(out), lines("whole"), "{out}");
     }
+    let all = [&shares[..], &["--head-rows=all", "--layer-order=segments:1,1"]].concat();
+    assert_eq!(distill(&workspace, "segments", &all).digest(), distill(&workspace, "all", &all[..3]).digest());
     workspace.copy_checkpoints("whole", "resumed", &[2]);
     assert_eq!(distill(&workspace, "resumed", &[&shares[..], &["--resume-from-checkpoint=auto"]].concat()).digest(), whole);
     let refused = |flags: &[&str]| distill(&workspace, "resumed", &[&shares[..], &["--resume-from-checkpoint=auto"], flags].concat());
@@ -137,7 +139,6 @@ fn impossible_combinations_are_refused_by_name() {
     refused(&["--beta=0.1"], &["--beta 0.1", "needs a loss of pairs or completions"]);
     refused(&["--epsilon=0.1"], &["--epsilon 0.1", "needs --loss dapo"]);
     refused(&["--pair-length=8"], &["--pair-length 8", "needs a loss of pairs"]);
-    refused(&["--layer-order=segments:1,1"], &["--layer-order segments:1,1", "teachers"]);
     let data = golden("distill/top8.jsonl");
     train(&workspace, "out", &data, &["--loss=dpo", "--kd-ratio=0.5"]).refused(2, &["--kd-ratio 0.5", "needs --loss distill"]);
     train(&workspace, "out", &data, &["--loss=grpo", "--loss-top-k=5"]).refused(2, &["--loss-top-k 5", "needs --loss distill"]);

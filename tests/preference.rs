@@ -182,6 +182,18 @@ fn devices_shares_timing_and_interruptions_change_no_bit() {
     assert_eq!(dpo(&workspace, "resumed", &[&shares[..], &["--resume-from-checkpoint=auto"]].concat()).digest(), whole);
 }
 
+/// The output matrix is the embedding, so the first segment computes the losses of pairs again.
+#[test]
+fn segments_of_layers_change_no_bit() {
+    let workspace = Workspace::new();
+    let shared = ["--gradient-shares=2", "--gradient-accumulation-steps=4", "--head-rows=all"];
+    let of = |out: &str, order: &str| dpo(&workspace, out, &[&shared[..], &[order]].concat()).digest().to_string();
+    assert_eq!(of("segments", "--layer-order=segments:1,1"), of("whole", "--layer-order=whole"));
+    let lines = |out: &str| workspace.metrics(out).iter().map(|line| METRICS.map(|name| metric(line, name))).collect::<Vec<_>>();
+    assert_eq!(lines("segments"), lines("whole"));
+    assert_eq!(lines("segments")[0][2], 0.0, "margins");
+}
+
 /// The outcome of process 0 of two processes with a device each.
 fn processes(workspace: &Workspace, out: &str) -> Outcome {
     let rendezvous = format!("--rendezvous=127.0.0.1:{}", free_port());
@@ -261,7 +273,6 @@ fn impossible_combinations_are_refused_by_name() {
     refused(&["--cpo-alpha=0.1"], &["--cpo-alpha 0.1", "needs --loss cpo or simpo"]);
     refused(&["--loss=cpo", "--cpo-alpha=-1"], &["--cpo-alpha -1.0", "at least 0"]);
     refused(&["--simpo-gamma=0.1"], &["--simpo-gamma 0.1", "needs --loss simpo"]);
-    refused(&["--layer-order=segments:1,1"], &["--layer-order segments:1,1", "losses of pairs"]);
     train(&workspace, "out", "text", &["--data-format=preference"]).refused(2, &["--data-format preference", "needs --loss"]);
     train(&workspace, "out", "text", &["--beta=0.3"]).refused(2, &["--beta 0.3", "needs --loss"]);
     train(&workspace, "out", "text", &[]).refused(1, &["text.jsonl", "train on pairs with --loss dpo"]);

@@ -1,4 +1,4 @@
-//! Losses of sampled completions: the numbers of TRL's GRPOTrainer, and bits that do not depend on devices, shares, timing, packing or
+//! Losses of sampled completions: the numbers of TRL's GRPOTrainer, references that the engine computes, and bits that do not depend on devices, shares, timing, packing or
 //! interruptions.
 
 use crate::program::{Outcome, Workspace, program, run};
@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 /// Losses and metrics differ by some roundings of float32; so do gradient norms, relative to their size.
 const ERROR_MAX: f64 = 1e-5;
+const RECORD: &str = ".superoffload/token-reference.json";
 const RATIO: &str = "sampling/importance_sampling_ratio/mean";
 
 fn golden(name: &str) -> PathBuf {
@@ -18,9 +19,10 @@ fn golden(name: &str) -> PathBuf {
 fn train(workspace: &Workspace, out: &str, data: &Path, flags: &[&str]) -> Outcome {
     let path = |flag: &str, path: &Path| format!("--{flag}={}", path.display());
     let paths = [path("model", &golden("trl/model")), path("data", data), path("output-dir", &workspace.path(out))];
+    let name = |flag: &str| flag.split('=').next().map(String::from);
+    let paths = paths.into_iter().filter(|path| flags.iter().all(|given| name(given) != name(path)));
     let shared = "--device=cpu --dtype=float32 --threads=2 --learning-rate=5e-4 --lr-scheduler-type=constant --weight-decay=0.1 \
         --max-grad-norm=1.0 --report-to=none --digest";
-    let name = |flag: &str| flag.split('=').next().map(String::from);
     let open = shared.split_whitespace().filter(|flag| flags.iter().all(|given| name(given) != name(flag)));
     run(program(&["train"]).args(paths).args(open).args(flags))
 }
@@ -111,6 +113,123 @@ fn numbers_follow_their_tokens_into_rows_and_selected_rows() {
     assert!(near(numbers(&["--seq-length=24", "--per-device-train-batch-size=8"])), "other rows");
 }
 
+/// Log-probabilities of the reference of each completion, as a run has kept them.
+fn kept(workspace: &Workspace, out: &str, lengths: &[usize]) -> Vec<Vec<f32>> {
+    let record = fs::read_to_string(workspace.path(out).join(RECORD)).unwrap();
+    let record: Value = serde_json::from_str(&record).unwrap();
+    let digits = record["content"]["train"]["logps"].as_str().unwrap();
+    let logp = |digits: &[u8]| f32::from_bits(u32::from_str_radix(std::str::from_utf8(digits).unwrap(), 16).unwrap());
+    let mut logps = digits.as_bytes().chunks(8).map(logp);
+    let kept = lengths.iter().map(|length| logps.by_ref().take(*length).collect()).collect();
+    assert!(logps.next().is_none());
+    kept
+}
+
+/// Each of four completions of a row of its own is in the rows in order. Advantages differ, and completions have other lengths.
+const LENGTHS: [usize; 4] = [7, 4, 6, 5];
+
+/// Completions, of which some have the log-probabilities of a reference.
+fn completions(workspace: &Workspace, name: &str, references: &[Option<&[f32]>]) -> PathBuf {
+    let row = |(at, reference): (usize, &Option<&[f32]>)| {
+        let ids = |count: usize, by: usize| (0..count).map(|nth| (7 * at + by * nth) % 90 + 1).collect::<Vec<_>>();
+        let mut row = json!({"prompt_ids": ids(10 - LENGTHS[at], 3), "completion_ids": ids(LENGTHS[at], 5), "advantage": at as f64 - 1.2});
+        if let Some(reference) = reference {
+            row["ref_logps"] = json!(reference);
+        }
+        format!("{row}\n")
+    };
+    let path = workspace.path(name);
+    fs::write(&path, references.iter().enumerate().map(row).collect::<String>()).unwrap();
+    path
+}
+
+/// Flags of steps of two of four rows.
+const PASS: [&str; 6] =
+    ["--loss=grpo", "--beta=0.2", "--seq-length=12", "--per-device-train-batch-size=1", "--gradient-accumulation-steps=2", "--max-steps=3"];
+
+#[test]
+fn a_pass_computes_the_reference_of_completions_that_come_without_one() {
+    for flags in [&["--head-rows=all"][..], &["--head-rows=trained", "--dtype=bfloat16"]] {
+        let workspace = Workspace::new();
+        let run = |out: &str, data: &Path| train(&workspace, out, data, &[&PASS, flags].concat());
+        let none = completions(&workspace, "none.jsonl", &[None; 4]);
+        let passed = run("passed", &none);
+        let steps = workspace.metrics("passed");
+        assert_eq!((metric(&steps[0], "kl"), metric(&steps[0], RATIO)), (0.0, 1.0), "{flags:?}");
+        assert!(metric(&steps[2], "kl") > 0.0);
+        let references = kept(&workspace, "passed", &LENGTHS);
+        let given: Vec<_> = references.iter().map(|logps| Some(&logps[..])).collect();
+        let all = run("given", &completions(&workspace, "given.jsonl", &given));
+        assert_eq!((all.digest(), workspace.path("given").join(RECORD).exists()), (passed.digest(), false), "{flags:?}");
+        let some = completions(&workspace, "some.jsonl", &[None, given[1], None, given[3]]);
+        assert_eq!(run("some", &some).digest(), passed.digest(), "{flags:?}");
+        let other = [-1.5; 4];
+        let some = run("other", &completions(&workspace, "other.jsonl", &[None, Some(&other), None, None]));
+        assert_ne!(some.digest(), passed.digest());
+        assert_eq!(kept(&workspace, "other", &LENGTHS)[1], other, "a reference in the data is kept");
+    }
+}
+
+#[test]
+fn devices_timing_and_interruptions_change_no_bit_of_a_reference() {
+    let workspace = Workspace::new();
+    let data = completions(&workspace, "none.jsonl", &[None; 4]);
+    let run = |out: &str, flags: &[&str]| {
+        let name = |flag: &str| flag.split('=').next().map(String::from);
+        let open = PASS.into_iter().filter(|flag| flags.iter().all(|given| name(given) != name(flag)));
+        train(
+            &workspace,
+            out,
+            &data,
+            &open.chain(["--save-steps=1", "--gradient-shares=2"]).chain(flags.iter().copied()).collect::<Vec<_>>(),
+        )
+    };
+    let whole = run("whole", &["--adversary=3"]).digest().to_string();
+    let all = ["--head-rows=all", "--layer-order=segments:1,1"];
+    assert_eq!(run("segments", &all).digest(), run("all", &all[..1]).digest());
+    assert_eq!(run("gpus", &["--gpus=2", "--gradient-accumulation-steps=1", "--adversary=5"]).digest(), whole);
+    workspace.copy_checkpoints("whole", "resumed", &[1]);
+    let resumed = |flags: &[&str]| run("resumed", &[&["--resume-from-checkpoint=auto"], flags].concat());
+    let words = ["token-reference.json", "not the reference log-probabilities", "start a new run"];
+    resumed(&[]).refused(1, &words);
+    fs::copy(workspace.path("whole").join(RECORD), workspace.path("resumed").join(RECORD)).unwrap();
+    let eval = format!("--eval-data={}", data.display());
+    resumed(&[&eval]).refused(2, &["--eval-data", "the run began without a reference for this data"]);
+    let record = workspace.path("resumed").join(RECORD);
+    let kept = fs::read_to_string(&record).unwrap();
+    let digit = kept.find("logps\":\"").unwrap() + 9;
+    fs::write(&record, [&kept[..digit], "3", &kept[digit + 1..]].concat()).unwrap();
+    resumed(&[]).refused(1, &words);
+    fs::write(&record, kept).unwrap();
+    assert_eq!(resumed(&[]).digest(), whole);
+}
+
+/// The divergence from another model is that of the log-probabilities at the first step of a run from that model.
+#[test]
+fn another_model_is_the_reference_of_completions_and_evaluations_have_one() {
+    let workspace = Workspace::new();
+    let data = completions(&workspace, "none.jsonl", &[None; 4]);
+    let run = |out: &str, data: &Path, flags: &[&str]| train(&workspace, out, data, &[&PASS, flags].concat());
+    assert_eq!(run("made", &data, &["--learning-rate=1e-2"]).code, 0);
+    let exported = crate::program::run(program(&["export"]).arg(workspace.path("made")).arg(workspace.path("other")));
+    assert_eq!(exported.code, 0, "{exported:?}");
+    let model = format!("--model={}", workspace.path("other").display());
+    let other = model.replace("--model", "--reference");
+    let eval = format!("--eval-data={}", data.display());
+    let with = run("with", &data, &[&other, &eval, "--eval-on-start", "-v"]);
+    assert!(with.stdout.contains("reference log-probabilities of 44 tokens"), "{with:?}");
+    let lines = workspace.metrics("with");
+    let kl = ["eval_kl", "kl"].map(|name| metric(lines.iter().find(|line| line[name].is_number()).unwrap(), name));
+    assert!(kl[0] > 1e-4 && kl[1] > 1e-4, "{kl:?}");
+    assert_eq!(run("from", &data, &[&model, &eval, "--eval-on-start"]).code, 0);
+    assert_eq!(metric(&workspace.metrics("from")[0], "eval_kl"), 0.0);
+    assert_eq!(kept(&workspace, "with", &LENGTHS), kept(&workspace, "from", &LENGTHS));
+    let given = completions(&workspace, "given.jsonl", &LENGTHS.map(|length| Some(&[-2.0; 7][..length])));
+    let unused = run("unused", &given, &[&other]);
+    assert_eq!(unused.code, 0, "{unused:?}");
+    assert!(unused.stderr.contains("--reference has no effect: every completion has `ref_logps`"), "{unused:?}");
+}
+
 #[test]
 fn evaluations_have_the_numbers_of_completions() {
     let workspace = Workspace::new();
@@ -142,15 +261,12 @@ fn impossible_combinations_are_refused_by_name() {
     refused(&["--loss=dr-grpo", "--max-completion-length=0"], &["--max-completion-length 0", "at least 1"]);
     refused(&["--simpo-gamma=1"], &["--simpo-gamma", "needs a loss of pairs"]);
     refused(&["--pair-length=8"], &["--pair-length 8", "needs a loss of pairs"]);
-    refused(&["--layer-order=segments:1,1"], &["--layer-order segments:1,1", "completions"]);
     let data = golden("rollouts/rollouts.jsonl");
     train(&workspace, "out", &data, &["--loss=dpo", "--epsilon=0.1"]).refused(2, &["--epsilon 0.1", "needs --loss dapo"]);
     train(&workspace, "out", &data, &["--epsilon=0.1"]).refused(2, &["--epsilon 0.1", "needs --loss"]);
     train(&workspace, "out", &data, &["--data-format=rollouts"]).refused(2, &["--data-format rollouts", "needs --loss"]);
     train(&workspace, "out", &data, &[]).refused(1, &["rollouts.jsonl", "train on completions with --loss dapo"]);
-    let fresh = golden("rollouts/fresh.jsonl");
-    train(&workspace, "out", &fresh, &["--loss=dapo", "--seq-length=32", "--beta=0.1"])
-        .refused(1, &["completion 1 has no `ref_logps`", "--beta"]);
+    refused(&["--beta=0", "--reference=/nowhere"], &["--reference /nowhere", "needs --beta above 0"]);
 }
 
 #[test]

@@ -4,7 +4,7 @@
 use crate::exactness::{Kind, seeds};
 use crate::program::{CONFIG, Workspace, program, run as run_program};
 use crate::support::{Noise, digest, load, random_params, settings, start, tiny_llama};
-use superoffload::internals::data::{Batch, Batches};
+use superoffload::internals::data::{Batch, Batches, RandomTokens};
 use superoffload::internals::device::Kernels;
 use superoffload::internals::engine::{Counts, Engine};
 use superoffload::internals::hardware::Topology;
@@ -17,6 +17,15 @@ use superoffload::{Plan, Result};
 
 const STEPS: u64 = 5;
 
+/// Packing with other losses than that of tokens, twice without one.
+const LOSSES: [Option<&str>; 5] = [
+    None,
+    None,
+    Some("bfd\"\nloss = \"dpo\"\nbeta = 0.3\ndata = [\"records.jsonl\"]\ndata-format = \"preference"),
+    Some("bfd\"\nloss = \"dapo\"\nbeta = 0.1\ndata = [\"records.jsonl\"]\ndata-format = \"rollouts"),
+    Some("bfd\"\nloss = \"distill\"\nkd-ratio = 0.7\nloss-top-k = 2\ndata = [\"records.jsonl\"]\ndata-format = \"teacher"),
+];
+
 /// Random choices of one case.
 struct Pick(u64);
 
@@ -28,14 +37,27 @@ impl Pick {
     }
 }
 
-/// Random tokens in rows of two documents. One of four targets counts.
+/// Random tokens in rows of two documents, or of the pairs, completions or documents that a loss of these has. One of four targets counts.
 #[derive(Clone)]
-struct Text(Noise);
+struct Text(Noise, RandomTokens);
+
+impl Text {
+    fn new(shape: &ModelShape) -> Self {
+        Self(Noise::new(5, shape.vocab), RandomTokens::new(5, shape.vocab))
+    }
+}
 
 impl Batches for Text {
     fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
-        self.0.fill(batch)?;
+        if batch.list.is_some() {
+            self.1.fill(batch)?
+        } else {
+            self.0.fill(batch)?
+        }
         batch.targets.iter_mut().enumerate().filter(|(at, _)| at % 4 > 0).for_each(|(_, target)| *target = -1);
+        if batch.list.is_some() {
+            return Ok(());
+        }
         let second = 3 + self.0.next() % 4;
         for (place, document) in batch.documents.iter_mut().flat_map(|documents| documents.iter_mut()).enumerate() {
             *document = if place as i32 % 8 < second { 0 } else { second };
@@ -44,8 +66,8 @@ impl Batches for Text {
     }
 }
 
-/// Digest, losses, evaluated loss and logits. Ranks that share sequences compute no logits.
-type Bits = (String, Vec<u32>, u32, Vec<u32>);
+/// Digest, losses with the numbers of other losses than that of tokens, evaluated loss and logits. Ranks that share sequences compute no logits.
+type Bits = (String, Vec<(u32, String)>, u32, Vec<u32>);
 
 struct Ran {
     bits: Bits,
@@ -62,16 +84,17 @@ impl UseEngine for Steps {
 
     fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<Ran> {
         load(&mut engine, random_params(5));
-        let mut batches = Text(Noise::new(5, engine.shape().vocab));
+        let mut batches = Text::new(engine.shape());
         let (mut counts, mut crossed, mut losses) = (Counts::default(), [0; 2], Vec::new());
         for _ in 0..STEPS {
             let report = engine.step(1e-2, &mut batches)?;
             counts += report.counts;
             crossed = [crossed[0] + report.counters.h2d_bytes, crossed[1] + report.counters.d2h_bytes];
-            losses.push(report.loss.to_bits());
+            losses.push((report.loss.to_bits(), format!("{:?}", report.objective)));
         }
         let loss = engine.evaluate(&mut batches.clone())?.loss as f32;
-        let logits = if engine.plan().recipe.step.sequence_ranks == 1 { engine.logits(&mut batches)? } else { Vec::new() };
+        let has_logits = engine.plan().recipe.step.sequence_ranks == 1 && engine.plan().recipe.objective.is_none();
+        let logits = if has_logits { engine.logits(&mut batches)? } else { Vec::new() };
         let logits = logits.into_iter().map(f32::to_bits).collect();
         Ok(Ran { bits: (digest(&mut engine), losses, loss.to_bits(), logits), counts, crossed })
     }
@@ -99,6 +122,7 @@ fn segment_ring(plan: &Plan, shape: &ModelShape) -> Option<RingShape> {
 #[test]
 fn segments_of_layers_change_no_bit() {
     let (mut speculated, mut skipped, mut clipped, mut ringed, mut streamed, mut halves, mut summed) = (0, 0, 0, 0, 0, 0, 0);
+    let mut losses = [0; 2];
     for seed in seeds(120) {
         let pick = Pick(seed);
         let (layers, channels) = pick.of(0, &[(5, 32), (9, 32), (12, 32), (8, 64)]);
@@ -108,6 +132,7 @@ fn segments_of_layers_change_no_bit() {
         let (each, turn) = (pick.of(2, &[1, 2, 3, 4]), pick.of(3, &[0, 1, 2, 3, 4]));
         let (shares, each_share) = pick.of(4, &[(1, 1), (1, 2), (1, 4), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)]);
         let group = if shares == 4 { pick.of(5, &[1, 2]) } else { 1 };
+        let loss = pick.of(22, &LOSSES);
         let fault =
             pick.of(6, &["", "", "{step = 2, element = 5000, share = 0, value = \"nan\"}", "{step = 3, element = 9000, value = 1e3}"]);
         let common = format!(
@@ -119,7 +144,7 @@ fn segments_of_layers_change_no_bit() {
             shares * each_share,
             if experts { "router-aux-loss-coef = 0.5" } else { "" },
             if tied { "all" } else { pick.of(19, &["all", "trained"]) },
-            pick.of(20, &["wrapped", "bfd"]),
+            loss.unwrap_or(pick.of(20, &["wrapped", "bfd"])),
         );
         let want = run(&plan(&format!("strategy = \"no-offload\"\nthreads = 1\n{common}"), &shape), &shape);
         let flow = cfg!(feature = "weight-flow") && pick.of(10, &[true, true, false]);
@@ -148,9 +173,11 @@ fn segments_of_layers_change_no_bit() {
         (clipped, ringed) = (clipped + have.counts.clipped, ringed + usize::from(plan.placement.rings.grads.is_some()));
         streamed += usize::from(plan.placement.rings.weights.is_some());
         halves += usize::from(plan.placement.rings.split_masters);
+        losses[usize::from(tied)] += usize::from(loss.is_some());
         summed += usize::from(plan.placement.rings.sums.is_some());
     }
     assert!(skipped > 0 && clipped > 0 && ringed > 0 && summed > 0, "{skipped} {clipped} {ringed} {summed}");
+    assert!(losses.iter().all(|cases| *cases > 1), "{losses:?}");
     assert_eq!((speculated > 0, streamed > 0), (cfg!(feature = "stv"), cfg!(feature = "weight-flow")));
     assert_eq!(halves > 0, cfg!(all(feature = "weight-flow", feature = "repartition")));
 }
@@ -184,7 +211,7 @@ impl RanksCase {
             pick.of(8, &["", "", "{step = 2, element = 5000, share = 1, value = \"nan\"}", "{step = 3, element = 9000, value = 1e3}"]),
             if kind == Kind::Moe { "router-aux-loss-coef = 0.5" } else { "" },
             if tied { "all" } else { pick.of(9, &["all", "trained"]) },
-            if sequence_ranks > 1 { "wrapped" } else { pick.of(10, &["wrapped", "bfd"]) },
+            if sequence_ranks > 1 { "wrapped" } else { pick.of(20, &LOSSES).unwrap_or(pick.of(10, &["wrapped", "bfd"])) },
         );
         Self { shape: kind.model()(9, 64, 64, tied), common, ranks, sequence_ranks, each: rounds * each_share }
     }
@@ -292,7 +319,7 @@ fn visits(order: &str) -> Vec<(&'static str, u32)> {
     let lines = format!("layer-order = \"{order}\"\ngradient-accumulation-steps = 2\nseed = 5\nseq-length = 8\nmax-steps = 9");
     let plan = Plan::new(&settings(&lines).request(&shape), &Machine::cpu(2), true).unwrap();
     let mut engine = start(&plan, &shape, random_params(5));
-    engine.step(1e-2, &mut Text(Noise::new(5, shape.vocab))).unwrap();
+    engine.step(1e-2, &mut Text::new(&shape)).unwrap();
     engine.flush().unwrap();
     let tracks = engine.finish().unwrap();
     let driver = tracks.iter().find(|track| track.track == "driver").unwrap();
@@ -313,8 +340,8 @@ fn the_facts_of_a_plan_name_its_order() {
     let model = workspace.write("three-layers.json", CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 3"));
     let flags =
         ["simulate", "--json", "--hardware=h200-pcie5", "--seq-length=16", "--gradient-accumulation-steps=4", "--steps=1", "--model"];
-    for order in ["whole", "segments:1,1"] {
-        let outcome = run_program(program(&flags).arg(&model).args(["--layer-order", order, "--warmup=0"]));
+    for (order, loss) in [("whole", None), ("segments:1,1", None), ("segments:1,1", Some("--loss=dpo"))] {
+        let outcome = run_program(program(&flags).arg(&model).args(["--layer-order", order, "--warmup=0"]).args(loss));
         let line: serde_json::Value = serde_json::from_str(outcome.stdout.trim()).unwrap();
         assert_eq!(line["plan"]["layer_order"], order, "{outcome:?}");
     }

@@ -301,17 +301,23 @@ __device__ __forceinline__ PolicyTerms policy_terms(
 // One block: rows are few, and their order is part of the result.
 extern "C" __global__ void __launch_bounds__(THREADS)
     policy_losses(
-        const int* tokens, const int* targets, const float* stats, float* scales, int* totals, float* report, unsigned rows,
+        int* tokens, const int* targets, const float* stats, float* scales, int* totals, float* report, unsigned rows,
         unsigned kind, double least, double most, double beta, double most_tokens, double count, float scale, unsigned accumulate) {
     double total[REPORT_WORDS] = {};
     for (unsigned row = threadIdx.x; row < rows; row += THREADS) {
         scales[row] = 0.0f;
         if (targets[row] < 0) continue;
         const float* at = stats + (size_t)row * 3;
-        const int* words = tokens + (size_t)row * 4;
-        const double logp = (double)at[2] - (double)at[0] - log((double)at[1]);
-        const PolicyTerms terms =
-            policy_terms(kind, least, most, beta, most_tokens, logp, {words[0], words[1], words[2], words[3]});
+        int* words = tokens + (size_t)row * 4;
+        double logp = (double)at[2] - (double)at[0] - log((double)at[1]);
+        PolicyToken token = {words[0], words[1], words[2], words[3]};
+        if (beta > 0.0) {
+            // As the reference is stored, so that equal weights have the divergence 0. Only the pass that computes it meets none.
+            const float rounded = (float)logp;
+            logp = (double)rounded;
+            if (isnan(__int_as_float(token.reference))) words[2] = token.reference = __float_as_int(rounded);
+        }
+        const PolicyTerms terms = policy_terms(kind, least, most, beta, most_tokens, logp, token);
         scales[row] = (float)(-terms.slope / count * (double)scale);
 #pragma unroll
         for (unsigned word = 0; word < REPORT_WORDS; word++) total[word] += terms.report[word];

@@ -16,6 +16,7 @@ use crate::teacher_loss::TOP_K_MAX;
 /// Remedies for settings that belong to another loss.
 const NEEDS_PAIRS: &str = "needs a loss of pairs, such as --loss dpo";
 const NEEDS_COMPLETIONS: &str = "needs --loss dapo, grpo or dr-grpo";
+const NEEDS_REFERENCE: &str = "needs a loss with a reference, such as --loss dpo";
 const NEEDS_TEACHER: &str = "needs --loss distill";
 
 impl ObjectiveKind {
@@ -102,8 +103,12 @@ impl Settings {
     /// Checks that a model for the reference is given only to a loss that has one.
     fn check_reference(&self) -> Result<()> {
         let Some(reference) = &self.reference else { return Ok(()) };
-        let has_reference = matches!(self.loss, Some(ObjectiveKind::Pairs(kind)) if kind.has_reference());
-        require(has_reference, "reference", reference.display(), "needs a loss with a reference, such as --loss dpo")
+        let (has_reference, remedy) = match self.loss {
+            Some(ObjectiveKind::Pairs(kind)) => (kind.has_reference(), NEEDS_REFERENCE),
+            Some(ObjectiveKind::Policy(_)) => (self.beta.is_some_and(|beta| beta > 0.0), "needs --beta above 0 with a loss of completions"),
+            Some(ObjectiveKind::Teacher(_)) | None => (false, NEEDS_REFERENCE),
+        };
+        require(has_reference, "reference", reference.display(), remedy)
     }
 
     /// Checks that no setting is given that only losses of pairs have.

@@ -114,7 +114,7 @@ impl Settings {
     pub(crate) fn row_rules(&self) -> RowRules {
         let numbers = |objective| match objective {
             Objective::Pairs(_) => None,
-            Objective::Policy(loss) => Some(NumberRules::Rollouts { needs_reference: loss.beta > 0.0 }),
+            Objective::Policy(loss) => Some(NumberRules::Rollouts { needs_reference: loss.has_reference() }),
             Objective::Teacher(loss) => Some(NumberRules::Teacher { top_k: loss.top_k }),
         };
         let Self { seq_length, packing, overlong, .. } = *self;

@@ -225,11 +225,25 @@ impl Dataset {
         }
     }
 
-    /// SHA-256 of the tokens of all pairs, in hexadecimal; empty if the data has no pairs.
+    /// Sets the log-probabilities of the reference of all trained tokens of completions, in the order of sequences. Returns whether they are as
+    /// many as these tokens.
     ///
     /// # Errors
     /// When the tokens cannot be read.
-    pub(crate) fn pairs_digest(&self) -> Result<String> {
+    pub(crate) fn set_token_references(&mut self, logps: Vec<f32>) -> Result<bool> {
+        if let Cut::Packed(table) = &mut self.cut { table.set_token_references(&self.stream, logps) } else { Ok(false) }
+    }
+
+    /// Whether a loss with a reference needs one beside the data.
+    pub(crate) fn lacks_reference(&self) -> bool {
+        if let Cut::Packed(table) = &self.cut { table.lacks_reference() } else { false }
+    }
+
+    /// SHA-256 of the tokens of all pairs or completions, in hexadecimal; empty if the data has none.
+    ///
+    /// # Errors
+    /// When the tokens cannot be read.
+    pub(crate) fn documents_digest(&self) -> Result<String> {
         if let Cut::Packed(table) = &self.cut { table.digest(&self.stream) } else { Ok(String::new()) }
     }
 

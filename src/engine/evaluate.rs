@@ -63,7 +63,7 @@ impl<D: Kernels> Engine<D> {
             let places = if micro_step == 0 { places } else { &[] };
             self.with_weights(Module::Head, Pass::FORWARD, |engine| {
                 engine.model.head(&mut engine.dev, micro, None)?;
-                engine.send_pair_sums(micro_step)?;
+                engine.send_reference(micro_step)?;
                 engine.send_logits(places)
             })?;
             self.module_enqueued()?;

@@ -86,8 +86,8 @@ pub struct Engine<D: Kernels> {
     pub(super) report: StepResults,
     /// Host memory that logits are copied to, once somebody asks for them.
     pub(super) logits: Option<PinnedSlice>,
-    /// Host memory that sums of pairs are copied to, once somebody asks for them.
-    pub(super) pair_sums: Option<PinnedSlice>,
+    /// Host memory that the numbers of a reference are copied to, once somebody asks for them.
+    pub(super) reference: Option<PinnedSlice>,
     pub(super) expert_rows: ExpertRows,
     pub(super) model: Arc<Model>,
     pub(super) flow: Option<WeightFlow>,
@@ -179,7 +179,7 @@ impl<D: Kernels> Engine<D> {
             scratch,
             report,
             logits: None,
-            pair_sums: None,
+            reference: None,
             expert_rows,
             model,
             flow,

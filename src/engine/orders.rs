@@ -2,7 +2,6 @@
 
 use super::executor::{Engine, StepData};
 use super::packed_mail;
-use super::pair_sums::{KEEP_PAIR_SUMS, POST_PAIR_SUMS};
 use super::part_saves::{NoSlices, SaveSlices};
 use super::pool::Pool;
 use super::protocol::loss_scale::LossScale;
@@ -12,6 +11,7 @@ use super::protocol::verdict::SpeculationHistory;
 use super::ranks::exchange::{Exchange, OrderWords};
 use super::ranks::peer_exchange::{PeerExchange, PeerTransport};
 use super::ranks::rendezvous::{RankMemory, Rendezvous};
+use super::reference_numbers::{KEEP_REFERENCE, POST_REFERENCE};
 use super::step_job::StepJob;
 use super::watch::driver_state::DriverActivity;
 use crate::bucket::layout::Tier;
@@ -162,15 +162,15 @@ impl<D: Kernels + Peers> Engine<D> {
                 self.run_step(f64::from_bits(words[0]), StepData { weight_units: words[1] }).map(|_| ())
             }
             Order::Flush => self.flush(),
-            Order::Evaluate if words[2] == POST_PAIR_SUMS => {
-                self.post_pair_sums();
+            Order::Evaluate if words[2] == POST_REFERENCE => {
+                self.post_reference();
                 Ok(())
             }
             Order::Evaluate => {
                 self.take_batches();
                 let micro_steps = words[1].min(self.plan.micro_batches_of_rank() as u64) as usize;
-                if words[2] == KEEP_PAIR_SUMS {
-                    self.reserve_pair_sums()?;
+                if words[2] == KEEP_REFERENCE {
+                    self.reserve_reference()?;
                 }
                 self.run_evaluation(words[0], micro_steps, &[])
             }

@@ -195,9 +195,14 @@ pub(super) enum LossWork {
 }
 
 impl ObjectiveWork {
-    /// Sums of log-probabilities of pairs, see [`LossWork::Pairs`]; `None` with other losses.
-    pub(crate) fn sums(&self) -> Option<DeviceSlice> {
-        if let LossWork::Pairs { sums, .. } = self.loss { Some(sums) } else { None }
+    /// The numbers of the reference after a forward pass: sums of log-probabilities of pairs, see [`LossWork::Pairs`], or the list of tokens, see
+    /// [`crate::device::PolicyLosses`]; `None` with losses of a teacher.
+    pub(crate) fn reference(&self) -> Option<DeviceSlice> {
+        match self.loss {
+            LossWork::Pairs { sums, .. } => Some(sums),
+            LossWork::Policy(_) => Some(self.list),
+            LossWork::Teacher { .. } => None,
+        }
     }
 }
 

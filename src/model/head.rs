@@ -171,10 +171,16 @@ impl Model {
     }
 
     /// Computes the gradient of the output matrix that [`HeadGradients::Hidden`] leaves out. The output of the final norm must be that of the
-    /// micro-batch: see [`Model::hidden_states`].
+    /// micro-batch: see [`Model::hidden_states`]. A loss of pairs, completions or a teacher is computed again, with its sums: the micro-batches of a
+    /// step come in the same order, so the sums of the last share are those of before.
     pub(crate) fn output_matrix_gradient<D: Kernels>(&self, dev: &mut D, micro: MicroStep) -> Result<()> {
+        if let Some(work) = self.activations.objective {
+            self.objective_loss(dev, micro, work)?;
+        }
         self.for_each_tile(dev, micro, |dev, rows| {
-            self.stats(dev, rows)?;
+            if rows.scales.is_none() {
+                self.stats(dev, rows)?;
+            }
             self.loss_backward(dev, rows, micro, HeadGradients::Matrix)
         })
     }

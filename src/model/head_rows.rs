@@ -82,12 +82,13 @@ pub(crate) fn place_list(objective: &Objective, list: &mut [i32], rows: &[i32]) 
     }
 }
 
-/// Moves the numbers of the selected `rows`, which ascend and have `words` words each, to the front.
+/// Moves the numbers of the selected `rows`, which ascend and have `words` words each, to the front. Zeros follow.
 fn place_tokens(list: &mut [i32], rows: &[i32], words: usize) {
     for (place, row) in rows.iter().enumerate() {
         let first = *row as usize * words;
         list.copy_within(first..first + words, place * words);
     }
+    list[rows.len() * words..].fill(0);
 }
 
 /// Changes the rows of `pairs` from rows of the micro-batch to places in the list of selected `rows`.
@@ -142,6 +143,7 @@ mod tests {
         place_list(&crate::objective::tests::policy(crate::policy_loss::PolicyLossKind::Dapo), &mut list, &[0, 3, 4]);
         let firsts: Vec<i32> = list.chunks(TOKEN_WORDS).take(3).map(|words| words[0]).collect();
         assert_eq!((firsts, list[5]), (vec![0, 12, 16], 13));
+        assert_eq!(list[3 * TOKEN_WORDS..], [0; 3 * TOKEN_WORDS], "no token stands behind the list");
         let mut list: Vec<i32> = (0..20).collect();
         place_list(&crate::objective::tests::DISTILL, &mut list, &[1, 4]);
         assert_eq!(list[..8], [4, 5, 6, 7, 16, 17, 18, 19], "two tokens of a teacher have four words");

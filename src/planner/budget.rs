@@ -427,7 +427,7 @@ impl Workload<'_> {
 
     /// Host buffers of the drivers: all micro-batches of a step, because they are read before the first one runs; partial sums of the norm,
     /// a flag, and the numbers that each partial sum reports; expert rows of each micro-batch; embedding rows that are stepped last; and buffers for
-    /// state in transfer.
+    /// state in transfer; and numbers of a reference.
     fn driver_bytes(&self, layout: &BucketLayout) -> usize {
         let parts = self.recipe.step.micro_batches * self.recipe.step.sequence_ranks;
         let (norm_partials, expert_words) = (layout.flat_elems() / BLOCK, parts * bounds_elems(self.shape()));
@@ -437,8 +437,11 @@ impl Workload<'_> {
             batch::distinct(self.recipe.step.micro_batch * self.recipe.step.seq_length, self.shape().vocab)
         };
         let lists = parts * head_rows::list_words(self.recipe.numerics.head_rows, self.recipe.step.tokens_of_rank());
+        let of_micro_batch = (self.recipe.step.micro_batch, self.recipe.step.seq_length);
+        let reference = self.recipe.objective.map_or(0, |objective| parts * objective.reference_words(of_micro_batch));
         4 * (self.batch_words()
             + lists
+            + reference
             + norm_partials
             + self.recipe.step.shares * self.recipe.report_words()
             + expert_words

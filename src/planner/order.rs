@@ -40,9 +40,6 @@ fn obstacle(request: &Request) -> Option<&'static str> {
     let shape = request.shape();
     match request {
         _ if request.cut.processes > 1 => Some("needs all devices in one process: use --processes 1"),
-        _ if request.recipe.objective.is_some() => {
-            Some("does not exist for losses of pairs, completions and teachers: use --layer-order auto")
-        }
         _ if shape.tied && request.kernels.head_rows.resolve() == HeadRows::Trained => {
             Some("needs all rows of the head, because the output matrix is the embedding: use --head-rows all")
         }

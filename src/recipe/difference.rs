@@ -5,7 +5,7 @@
 use super::part::RunPart;
 use super::record::{
     ATTENTION_BLOCK, CPU_SUM_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, HEAD_ROWS, LONG_SUMS, LOSS_TILE, MATMUL, MLP_TILE, OBJECTIVE,
-    PLAIN_MATMUL, Record, SEQUENCE_RANKS, STEP,
+    PLAIN_MATMUL, Record, SEQUENCE_RANKS, STEP, TOKEN_LOGPS,
 };
 use super::{Numerics, Recipe, RowOrder, Schedule, StepShape};
 use crate::data::checksum::hex;
@@ -13,6 +13,7 @@ use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
 use crate::model::fp8;
 use crate::model::head_rows::HeadRows;
 use crate::model::shape::ModelShape;
+use crate::objective::Objective;
 use crate::optim::moments::Moments;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -63,7 +64,7 @@ impl Recipe {
         let injected = RecipeField::new("injected values", format!("{inject:?}"));
         let loss = objective.map_or_else(|| "of tokens".into(), |loss| loss.to_string());
         let loss = RecipeField::new("loss", loss).numeric(OBJECTIVE, json!(objective), Some(Value::Null));
-        parts.into_iter().flatten().chain([loss, optimizer, norm, router, injected]).collect()
+        parts.into_iter().flatten().chain([loss, optimizer, norm, router, injected]).chain(of_logps(objective.as_ref())).collect()
     }
 }
 
@@ -87,6 +88,13 @@ impl RecipeField {
     fn numeric(self, key: &'static str, value: Value, before: Option<Value>) -> Self {
         self.recorded(RunPart::Numerics.name(), key, value, before)
     }
+}
+
+/// The format of log-probabilities of a loss of completions with a reference. Earlier versions did not round them to float32.
+fn of_logps(objective: Option<&Objective>) -> Option<RecipeField> {
+    let is_rounded = matches!(objective, Some(Objective::Policy(loss)) if loss.has_reference());
+    let field = |format| RecipeField::new("log-probabilities of completions", format);
+    is_rounded.then(|| field("float32").numeric(TOKEN_LOGPS, json!("float32"), Some(json!("float64"))))
 }
 
 /// The model by the checksum of its shape. Checkpoints record its arithmetic with the data and the tokenizer.

@@ -20,6 +20,8 @@ pub(crate) const LONG_SUMS: &str = "long_sums";
 pub(crate) const HEAD_ROWS: &str = "head_rows";
 /// Key of the loss of pairs, absent for the loss of tokens.
 pub(crate) const OBJECTIVE: &str = "pair_loss";
+/// Key of the format in which a loss of completions with a reference computes log-probabilities.
+pub(crate) const TOKEN_LOGPS: &str = "token_logps";
 /// Key of the block of attention's backward pass; null if it runs in one piece.
 pub(crate) const ATTENTION_BLOCK: &str = "attention_block";
 /// Key of the tokens of a tile of the MLP; null if it runs in one piece.

@@ -1,7 +1,8 @@
-use super::record::{CPU_SUM_BLOCK, HEAD_ROWS, LONG_SUMS, MATMUL, STEP};
+use super::record::{CPU_SUM_BLOCK, HEAD_ROWS, LONG_SUMS, MATMUL, STEP, TOKEN_LOGPS};
 use super::*;
 use crate::data::rows::hold_out::EvalSplit;
-use crate::objective::tests::DPO;
+use crate::objective::tests::{DPO, policy};
+use crate::policy_loss::{PolicyLoss, PolicyLossKind};
 use serde_json::{Map, Value, json};
 
 /// The recipe of a small run.
@@ -131,4 +132,17 @@ fn older_records_are_completed_and_missing_parts_stay_missing() {
     assert_eq!(whole["numerics"].get(CPU_SUM_BLOCK), Some(&Value::Null), "sums in one chain");
     assert_eq!((&whole["moments"], whole.get(STEP)), (&json!("float32"), None));
     assert_eq!(recipe().complete(Map::new()).get("numerics"), None::<&Value>);
+}
+
+#[test]
+fn a_loss_with_a_reference_of_tokens_does_not_go_on_from_unrounded_log_probabilities() {
+    let formats = |beta| {
+        let Objective::Policy(loss) = policy(PolicyLossKind::Dapo) else { unreachable!("a loss of completions") };
+        let (recipe, mut now) = (Recipe { objective: Some(Objective::Policy(PolicyLoss { beta, ..loss })), ..recipe() }, Map::new());
+        recipe.record(&mut now);
+        let then = recipe.complete(json!({"numerics": {}}).as_object().unwrap().clone());
+        [then, now].map(|run| run["numerics"].get(TOKEN_LOGPS).cloned())
+    };
+    assert_eq!(formats(0.1), [Some(json!("float64")), Some(json!("float32"))]);
+    assert_eq!(formats(0.0), [None, None]);
 }

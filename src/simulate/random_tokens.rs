@@ -126,7 +126,8 @@ pub struct RandomData {
 }
 
 /// An endless text of random tokens.
-pub(crate) struct RandomTokens {
+#[derive(Clone)]
+pub struct RandomTokens {
     rng: ChaCha8Rng,
     vocab: usize,
     /// Cumulative probabilities of skewed tokens; empty if all tokens are equally frequent.
@@ -143,7 +144,7 @@ pub(crate) struct RandomTokens {
 
 impl RandomTokens {
     /// A text that depends on `seed` alone.
-    pub(crate) fn new(seed: u64, vocab: usize) -> Self {
+    pub fn new(seed: u64, vocab: usize) -> Self {
         let mut tokens = Self {
             rng: ChaCha8Rng::seed_from_u64(seed),
             vocab,

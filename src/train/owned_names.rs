@@ -2,7 +2,7 @@
 //! the run writes a byte: a new run is refused, and one that goes on in a directory of its own gives it another name.
 
 use super::observer::Observer;
-use super::reference::REFERENCE;
+use super::reference::{REFERENCE, TOKEN_REFERENCE};
 use super::run_lock::LOCK;
 use super::sinks::metrics_file::METRICS;
 use super::sinks::{SINKS, SinkKind};
@@ -21,8 +21,9 @@ use std::ffi::{OsStr, OsString};
 /// The names in the output directory, besides those of sinks.
 const NAMES: [&OwnedName; 7] = [&LOCK, &RECORDS, &TRACE, &CHECKPOINT, &BEING_WRITTEN, &BEING_REPLACED, &BEING_REMOVED];
 /// The names in its folder [`RECORDS`].
-pub(crate) const RECORD_NAMES: [&OwnedName; 9] = [
+pub(crate) const RECORD_NAMES: [&OwnedName; 10] = [
     &REFERENCE.file,
+    &TOKEN_REFERENCE.file,
     &RECORDS_MANIFEST,
     &CHECKSUMS.file,
     &CHECKED.file,

@@ -350,7 +350,7 @@ impl PreparedRun<'_> {
         remove_others(run_dir.dir(), &known);
         known.save(run_dir.path(), tokenizer.rules())?;
         if plan.recipe.objective.is_some_and(|objective| objective.has_reference()) {
-            let mut data = ReferenceData { dataset: &mut dataset, eval_dataset: eval_dataset.as_mut() };
+            let mut data = ReferenceData { dataset: &mut dataset, eval_dataset: eval_dataset.as_mut(), is_given: reference.is_some() };
             match &former_dir {
                 None => data.compute(&mut engine, (run_dir.path(), &mut run), stop, observer)?,
                 Some(former_dir) => data.restore((run_dir.path(), former_dir), &run)?,

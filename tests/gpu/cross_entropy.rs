@@ -233,30 +233,36 @@ fn pair_losses(bench: &mut Bench, random: &mut Random, kind: PairLossKind, place
     })
 }
 
-/// Sums in f64. Some rows have no target, some no old log-probability, and ratios lie on both sides of both bounds.
+/// Sums in f64. Some rows have no target, some no old log-probability, some no reference, which the kernel writes where the loss has one, and
+/// ratios lie on both sides of both bounds.
 fn policy_losses(bench: &mut Bench, random: &mut Random, (kind, beta): (PolicyLossKind, f64), rows: usize) -> Outcome {
     let loss = PolicyLoss { kind, epsilon: 0.2, epsilon_high: 0.3, beta, max_completion_length: 20 };
     let (mut words, mut stats, mut targets, mut scales) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-    let (count, scale, mut total) = (7.0, 4.0f32, [0.0; 6]);
+    let (count, scale, mut total, mut after) = (7.0, 4.0f32, [0.0; 6], Vec::new());
     for row in 0..rows {
         let [max, target, advantage] = [(); 3].map(|()| random.scaled(FP32, 1, 2.0)[0]);
         let exponentials = 1.0 + random.positive(1)[0];
-        let logp = f64::from(target) - f64::from(max) - f64::from(exponentials).ln();
+        let logp = loss.rounded(f64::from(target) - f64::from(max) - f64::from(exponentials).ln());
         let mut near = || logp as f32 + random.scaled(FP32, 1, 0.5)[0];
-        let (old, reference) = (if row % 11 == 7 { f32::NAN } else { near() }, near());
+        let old = if row % 11 == 7 { f32::NAN } else { near() };
+        let reference = if row % 7 == 2 { f32::NAN } else { near() };
         let (tokens, is_trained) = (1 + row as i32 % 30, row % 5 != 3);
+        let at = words.len();
         words.extend([advantage, old, reference].map(|x| x.to_bits() as i32).into_iter().chain([tokens]));
+        after.extend_from_slice(&words[at..]);
         targets.push(if is_trained { 5 } else { -1 });
         stats.extend(if is_trained { [max, exponentials, target] } else { [0.0, 1.0, 0.0] });
         let [advantage, old, reference] = [advantage, old, reference].map(f64::from);
-        let terms = loss.terms(logp, PolicyToken { advantage, old, reference, tokens: tokens.into() });
+        let numbers = loss.with_reference(PolicyToken { advantage, old, reference, tokens: tokens.into() }, logp);
+        let terms = loss.terms(logp, numbers);
+        after[at + 2] = if is_trained && loss.has_reference() { (numbers.reference as f32).to_bits() as i32 } else { after[at + 2] };
         let [low, high] = terms.is_clipped.map(|is_clipped| f64::from(u8::from(is_clipped)));
         scales.push(if is_trained { Near { want: -terms.slope / count * f64::from(scale), error: 1e-11 } } else { Near::exact(0.0) });
         let numbers = [terms.loss, terms.ratio, low, high, terms.kl, 1.0];
         total.iter_mut().zip(numbers).for_each(|(total, number)| *total += if is_trained { number } else { 0.0 });
     }
     let mut case = Case::default();
-    let (tokens, targets) = (case.ints("tokens", &words), case.ints("targets", &targets));
+    let (tokens, targets) = (case.updated_ints("tokens", &words, &after), case.ints("targets", &targets));
     let (stats, before) = (case.input("stats", FP32, &stats), vec![0.0; scales.len()]);
     let scales = case.updated("scales", FP32, &before, Want::Near(scales));
     let totals = case.output("totals", Dtype::Int32, 12, Want::Any);

@@ -160,7 +160,13 @@ impl Case {
 
     /// One integer that is read and written.
     pub fn updated_int(&mut self, name: &'static str, before: i32, after: i32) -> Handle {
-        self.push(name, Dtype::Int32, before.to_le_bytes().to_vec(), Some(Want::Bits(after.to_le_bytes().to_vec())))
+        self.updated_ints(name, &[before], &[after])
+    }
+
+    /// Integers that are read and written.
+    pub fn updated_ints(&mut self, name: &'static str, before: &[i32], after: &[i32]) -> Handle {
+        let bits = |words: &[i32]| bytemuck::cast_slice(words).to_vec();
+        self.push(name, Dtype::Int32, bits(before), Some(Want::Bits(bits(after))))
     }
 
     /// A buffer to which `gained` is added, or that is overwritten with it if there is nothing `before`.

@@ -36,7 +36,7 @@ const ON_DEVICE: [(&str, &str); 27] = [
     ("matrix workspace", "matrix workspace"),
 ];
 
-const ON_HOST: [(&str, &str); 18] = [
+const ON_HOST: [(&str, &str); 19] = [
     ("parameters", "offloaded p, m, v"),
     ("lower halves", "offloaded p, m, v"),
     ("m", "offloaded p, m, v"),
@@ -54,6 +54,7 @@ const ON_HOST: [(&str, &str); 18] = [
     ("losses", "batches, norm"),
     ("rows of experts", "batches, norm"),
     ("embedding rows", "batches, norm"),
+    ("numbers of the reference", "batches, norm"),
     ("bounce buffer", "batches, norm"),
 ];
 

@@ -12,4 +12,5 @@ pub(super) mod rollout_numbers;
 pub(crate) mod row_rules;
 pub(super) mod row_table;
 mod teacher_numbers;
+mod token_references;
 pub(crate) mod token_stream;

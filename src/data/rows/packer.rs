@@ -16,6 +16,8 @@ pub(in crate::data) struct NumbersBeside {
     pub(in crate::data) documents: u64,
     /// Their words.
     pub(in crate::data) words: u64,
+    /// Completions in rows whose tokens lack a log-probability of the reference that the loss needs.
+    pub(in crate::data) lacking: u64,
 }
 
 /// Numbers of documents by their treatment.
@@ -94,18 +96,16 @@ impl Packer<'_> {
         self.check_numbers(numbers, trained, rules)
     }
 
-    /// Checks that `words` are the numbers of so many trained tokens.
-    fn check_numbers(&self, words: Range<u64>, trained: u64, rules: NumberRules) -> Result<()> {
+    /// Checks that `words` are the numbers of so many trained tokens, and counts the completions without a reference.
+    fn check_numbers(&mut self, words: Range<u64>, trained: u64, rules: NumberRules) -> Result<()> {
         let number = self.beside.documents;
         match rules {
             NumberRules::Rollouts { needs_reference } => {
                 if rollout_numbers::words(trained) != words.end - words.start {
                     return Err(Error::format("the data", "a record does not have a completion with its numbers"));
                 }
-                if needs_reference && !rollout_numbers::have_reference(self.stream, words)? {
-                    let remedy = format_args!("completion {number} has no `ref_logps`; add them, or leave out --beta");
-                    return Err(Error::format("the data", remedy));
-                }
+                let is_lacking = needs_reference && !rollout_numbers::have_reference(self.stream, words)?;
+                self.beside.lacking += u64::from(is_lacking);
                 Ok(())
             }
             NumberRules::Teacher { top_k } => match teacher_numbers::widest(self.stream, words, trained as usize)? {

@@ -5,6 +5,8 @@ use std::fmt;
 
 /// No record with a token is shorter.
 const DOCUMENT_BYTES_MIN: u64 = 10;
+/// A token id in a list takes as many bytes at least.
+const TOKEN_BYTES_MIN: u64 = 2;
 
 /// How documents become rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
@@ -56,7 +58,7 @@ pub struct RowRules {
 pub enum NumberRules {
     /// Advantages and log-probabilities of sampled completions.
     Rollouts {
-        /// Whether each token needs a log-probability of the reference.
+        /// Whether the loss compares each token with a log-probability of the reference.
         needs_reference: bool,
     },
     /// Tokens of a teacher with their probabilities.
@@ -108,8 +110,10 @@ impl RowRules {
     /// Host memory that the table of rows takes at most, of `text` bytes of text.
     pub(in crate::data) fn table_bytes(self, text: u64) -> u64 {
         let parts = (text / DOCUMENT_BYTES_MIN + text / self.seq_length.max(1) as u64).min(PARTS_MAX);
-        let reference = self.pair_length.map_or(0, |_| size_of::<f64>());
-        if self.packing.is_cut() { 0 } else { parts * (size_of::<DocumentPart>() + size_of::<u32>() + reference) as u64 }
+        let is_compared = self.numbers == Some(NumberRules::Rollouts { needs_reference: true });
+        let reference = if self.pair_length.is_some() || is_compared { size_of::<f64>() } else { 0 };
+        let of_tokens = if is_compared { text / TOKEN_BYTES_MIN * size_of::<f32>() as u64 } else { 0 };
+        if self.packing.is_cut() { 0 } else { parts * (size_of::<DocumentPart>() + size_of::<u32>() + reference) as u64 + of_tokens }
     }
 
     /// Rows of `text` bytes of text and `ids` token ids, at most.

@@ -12,6 +12,7 @@ use super::packer::{NumbersBeside, Packer, PackingCounts};
 use super::rollout_numbers;
 use super::row_rules::{NumberRules, Overlong, Packing, RowRules};
 use super::teacher_numbers;
+use super::token_references::{self, TokenReferences};
 use super::token_stream::TokenStream;
 use crate::data::checksum::hex;
 use crate::data::context::Preparation;
@@ -38,6 +39,8 @@ pub(in crate::data) struct RowTable {
     unit: usize,
     /// The reference sums of each pair, in the order of `parts`; empty until they are known.
     references: Vec<[f64; 2]>,
+    /// Log-probabilities of the reference for the tokens of completions.
+    token_references: TokenReferences,
     /// Numbers beside the tokens of all documents, also of those that are left out.
     beside: NumbersBeside,
     /// Numbers behind each document.
@@ -108,7 +111,7 @@ impl RowTable {
     /// The table of `parts`, of which `unit` consecutive ones share a row.
     fn of((parts, unit): (Vec<DocumentPart>, usize), packing: Packing, seq_length: u32, padding: i32) -> Self {
         let (became, references, beside) = (String::new(), Vec::new(), NumbersBeside::default());
-        let (numbers, trains_prompts) = (None, false);
+        let (numbers, trains_prompts, token_references) = (None, false, TokenReferences::default());
         if packing != Packing::Bfd {
             return Self {
                 ends: (1..=parts.len() as u32).collect(),
@@ -117,6 +120,7 @@ impl RowTable {
                 became,
                 unit,
                 references,
+                token_references,
                 beside,
                 numbers,
                 trains_prompts,
@@ -132,7 +136,13 @@ impl RowTable {
             ends[rows[*idx as usize] as usize] = end * unit as u32;
         }
         let parts = order.into_iter().flat_map(|idx| &parts[idx as usize * unit..][..unit]).copied().collect();
-        Self { parts, ends, padding, became, unit, references, beside, numbers, trains_prompts }
+        Self { parts, ends, padding, became, unit, references, token_references, beside, numbers, trains_prompts }
+    }
+
+    /// The documents of row `row`.
+    fn parts_of(&self, row: usize) -> &[DocumentPart] {
+        let first = row.checked_sub(1).map_or(0, |before| self.ends[before]);
+        &self.parts[first as usize..self.ends[row] as usize]
     }
 
     /// Indices of the pairs in row `row`; none if the data has no pairs.
@@ -146,7 +156,30 @@ impl RowTable {
         self.references = references;
     }
 
-    /// SHA-256 of the tokens of all pairs, in hexadecimal.
+    /// Sets the log-probabilities of the reference of all trained tokens, row after row. Returns whether they are as many as these tokens.
+    ///
+    /// # Errors
+    /// When the tokens cannot be read.
+    pub(in crate::data) fn set_token_references(&mut self, stream: &TokenStream, logps: Vec<f32>) -> Result<bool> {
+        let mut tokens = Vec::new();
+        let mut trained = |part: &DocumentPart| {
+            tokens.resize(part.tokens as usize - 1, 0);
+            stream.read(part.start as usize + 1, &mut tokens)?;
+            Ok(tokens.iter().filter(|token| **token >= 0).count() as u64)
+        };
+        let rows = (0..self.rows()).map(|row| self.parts_of(row).iter().map(&mut trained).sum::<Result<u64>>());
+        let references = TokenReferences::of(logps, rows.collect::<Result<_>>()?);
+        let fits = references.is_some();
+        self.token_references = references.unwrap_or_default();
+        Ok(fits)
+    }
+
+    /// Whether the loss compares the data with a reference that the data does not have in whole.
+    pub(in crate::data) fn lacks_reference(&self) -> bool {
+        self.unit == 2 || self.beside.lacking > 0
+    }
+
+    /// SHA-256 of the tokens of all documents, in hexadecimal.
     ///
     /// # Errors
     /// When the tokens cannot be read.
@@ -192,7 +225,7 @@ impl RowTable {
     /// If there is no such row, or it is shorter than this table's.
     pub(in crate::data) fn read(&self, stream: &TokenStream, row: usize, out: BatchRow<'_>) -> Result<()> {
         let BatchRow { tokens, targets, positions, mut documents, mut list } = out;
-        let first = row.checked_sub(1).map_or(0, |before| self.ends[before]);
+        let mut references = self.token_references.of_row(row);
         let mut column = 0;
         let mut begin = |column: usize, end: usize| {
             for (place, position) in (0..).zip(&mut positions[column..end]) {
@@ -202,7 +235,7 @@ impl RowTable {
                 documents[column..end].fill(column as i32);
             }
         };
-        for (number, part) in self.parts[first as usize..self.ends[row] as usize].iter().enumerate() {
+        for (number, part) in self.parts_of(row).iter().enumerate() {
             let end = column + part.tokens as usize;
             stream.read(part.start as usize, &mut tokens[column..end])?;
             targets[column..end - 1].copy_from_slice(&tokens[column + 1..end]);
@@ -215,6 +248,7 @@ impl RowTable {
                 Some(RowList::Rollouts(words)) => {
                     let words = &mut words[TOKEN_WORDS * column..TOKEN_WORDS * end];
                     rollout_numbers::read(stream, numbers, &targets[column..end], words)?;
+                    references = token_references::place(references, &targets[column..end], words);
                 }
                 Some(RowList::Teacher { words, top_k }) => {
                     let words = &mut words[*top_k * ENTRY_WORDS * column..*top_k * ENTRY_WORDS * end];
@@ -286,7 +320,7 @@ mod tests {
     use crate::data::rows::batch::{Batch, Batches, arrays};
     use crate::data::tokenizer::AddBos;
     use crate::objective::tests::{DISTILL, DPO, policy};
-    use crate::policy_loss::{PolicyLossKind, PolicyToken};
+    use crate::policy_loss::{PolicyLossKind, PolicyToken, reference_of};
     use crate::progress_event::ProgressEvent;
     use crate::signals::StopFlag;
     use proptest::prelude::*;
@@ -431,9 +465,18 @@ mod tests {
     }
 
     #[test]
-    fn completions_without_a_reference_are_refused_where_the_loss_needs_one() {
-        let refused = rows_of_completions(true).0.err().unwrap().to_string();
-        assert!(refused.contains("completion 1 has no `ref_logps`"), "{refused}");
+    fn completions_without_a_reference_take_the_numbers_of_their_tokens_in_order() {
+        let lacks = |needs_reference| rows_of_completions(needs_reference).0.unwrap().lacks_reference();
+        assert_eq!([false, true].map(lacks), [false, true]);
+        let mut dataset = rows_of_completions(true).0.unwrap();
+        assert!(!dataset.set_token_references(vec![-1.0; 3]).unwrap() && !dataset.set_token_references(vec![-1.0; 5]).unwrap());
+        assert!(dataset.set_token_references(vec![-1.0, -2.0, -3.0, -4.0]).unwrap());
+        let loss = policy(PolicyLossKind::Grpo);
+        let mut memory = vec![7; 4 * 8 + loss.list_words((1, 8))];
+        let mut batch = Batch::of_objective(&mut memory, 8, &loss);
+        Loader::new(dataset, 1, 0, false, DataPosition::default()).unwrap().fill(&mut batch).unwrap();
+        let references: Vec<f32> = batch.list.as_ref().unwrap().words.as_chunks().0.iter().filter_map(reference_of).collect();
+        assert_eq!(references, [-1.0, -2.0, -3.0, -4.0]);
     }
 
     #[test]
@@ -487,9 +530,9 @@ mod tests {
     fn rows_hold_as_many_pairs_as_fit_and_their_tokens_have_a_digest() {
         let [short, long] = [4, 6].map(|length| rows_of_pairs(length).0);
         assert_eq!((short.sequences(), short.pairs()), (3, 3));
-        let digests = [&short, &long].map(|dataset| dataset.pairs_digest().unwrap());
+        let digests = [&short, &long].map(|dataset| dataset.documents_digest().unwrap());
         assert_ne!(digests[0], digests[1]);
-        assert_eq!(rows_of_pairs(6).0.pairs_digest().unwrap(), digests[1]);
+        assert_eq!(rows_of_pairs(6).0.documents_digest().unwrap(), digests[1]);
     }
 
     #[test]
@@ -575,6 +618,8 @@ mod tests {
         assert_eq!((wrapped.table_bytes(1 << 40), wrapped.rows_max(80, 8)), (0, 11));
         let packed = rules(8, Packing::Bfd);
         assert_eq!(packed.table_bytes(u64::MAX / 2), 20 << 24);
+        let compared = RowRules { numbers: Some(NumberRules::Rollouts { needs_reference: true }), ..packed };
+        assert_eq!(compared.table_bytes(1000) - packed.table_bytes(1000), 4 * 500 + 8 * (100 + 1000 / packed.seq_length as u64));
         let dir = tempfile::tempdir().unwrap();
         let path = texts(&dir, &["a"; 50]);
         let text = path.metadata().unwrap().len();

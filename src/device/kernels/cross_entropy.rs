@@ -165,7 +165,8 @@ impl Kernel for PairLosses {
 /// of its gradient, `-d loss of the step / d log-probability`.
 #[derive(Clone, Copy, Debug)]
 pub struct PolicyLosses {
-    /// Numbers of the tokens, int32 `[rows, 4]`: see [`TOKEN_WORDS`].
+    /// Numbers of the tokens, int32 `[rows, 4]`: see [`TOKEN_WORDS`]. A log-probability of the reference that the loss needs and that is absent
+    /// becomes that of the row.
     pub tokens: DeviceSlice,
     /// int32 `[rows]`. Rows with a negative target belong to no completion.
     pub targets: DeviceSlice,
@@ -194,7 +195,7 @@ impl Kernel for PolicyLosses {
     fn operands(&self) -> impl AsRef<[Operand]> {
         let t = self.targets.elems();
         operands![self;
-            Read tokens[TOKEN_WORDS * t] Int32, Read targets[t] Int32, Read stats[3 * t] Float32, Write scales[t] Float32,
+            Update tokens[TOKEN_WORDS * t] Int32, Read targets[t] Int32, Read stats[3 * t] Float32, Write scales[t] Float32,
             Update totals[2 * REPORT_WORDS] Int32, Write report[REPORT_WORDS] Float32
         ]
     }

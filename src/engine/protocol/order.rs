@@ -17,7 +17,7 @@ pub(crate) enum Order {
     /// Compute working weights from the state.
     Send,
     /// Compute the losses of micro-batches. Arguments: sum of the targets' weights, micro-batches of a rank, and whether to keep
-    /// the sums of their pairs, or to pass those of the last evaluation to rank 0.
+    /// the numbers of their reference, or to pass those of the last evaluation to rank 0.
     Evaluate,
     /// Restore counters from a checkpoint. Arguments: steps, optimizer steps, loss scale, good steps, verdicts.
     Resume,
