@@ -68,6 +68,7 @@ impl Model {
             positions: act.positions,
             dout: act.dresidual,
             dwte,
+            first_token: 0,
             accumulate_wte: !first || self.shape.tied,
             dwpe: self.embed.wpe.and_then(|wpe| wpe.grad),
             accumulate_wpe: !first,
