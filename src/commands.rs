@@ -127,7 +127,7 @@ pub fn plan(model: &Path, options: TrainOptions, log: &mut dyn FnMut(&dyn Displa
     };
     let model = &HubQuery { with_weights: false, stop: &StopFlag::default(), emit: &mut emit }.model(model)?;
     let settings = Settings::resolve_over(Settings::default(), options)?;
-    let shape = settings.freezing(presets::shape(model)?)?;
+    let shape = settings.freezing(presets::shape(model)?, Some(model))?;
     if let Some(line) = &check_context(&settings, &shape, model)? {
         log(&format_args!("warning: {line}"));
     }

@@ -7,20 +7,20 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const FLAGS: [&str; 8] = ["--init", "checkpoint", "--tokenizer", "bytes", "--device", "cpu", "--seq-length", "16"];
+pub const FLAGS: [&str; 8] = ["--init", "checkpoint", "--tokenizer", "bytes", "--device", "cpu", "--seq-length", "16"];
 
 /// Flags of the frozen part of a two-layer model.
 const FREEZE: [&str; 4] = ["--freeze", "embed_tokens", "--freeze", r"layers\.0\.(self_attn|input|post)"];
 
 /// Bytes of each tensor, by name.
-type Tensors = BTreeMap<String, Vec<u8>>;
+pub type Tensors = BTreeMap<String, Vec<u8>>;
 
-fn golden(name: &str) -> PathBuf {
+pub fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
 /// All tensors of the files in `dir`.
-fn tensors(dir: &Path) -> Tensors {
+pub fn tensors(dir: &Path) -> Tensors {
     let paths = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
     let is_weights = |name: &str| name.starts_with("model") && name.ends_with(".safetensors");
     let files = paths.filter(|path| path.file_name().unwrap().to_str().is_some_and(is_weights));
@@ -33,7 +33,7 @@ fn tensors(dir: &Path) -> Tensors {
 }
 
 /// A workspace with a copy of the golden model `name` and a text of digits, which are tokens of a vocabulary of 64.
-fn workspace(name: &str) -> Workspace {
+pub fn workspace(name: &str) -> Workspace {
     let workspace = Workspace::new();
     fs::remove_dir_all(workspace.path("model")).unwrap();
     copy_dir(&golden(name), &workspace.path("model"));
@@ -42,7 +42,7 @@ fn workspace(name: &str) -> Workspace {
     workspace
 }
 
-fn train(workspace: &Workspace, out: &str, flags: &[&str]) -> Outcome {
+pub fn train(workspace: &Workspace, out: &str, flags: &[&str]) -> Outcome {
     run(&mut workspace.train(out, &[&FLAGS, flags].concat()))
 }
 
@@ -52,7 +52,7 @@ fn refused(workspace: &Workspace, out: &str, flags: &[&str]) -> String {
     outcome.stderr
 }
 
-fn export(workspace: &Workspace, from: &str, out: &str) -> Tensors {
+pub fn export(workspace: &Workspace, from: &str, out: &str) -> Tensors {
     let exported = run(program(&["export"]).arg(workspace.path(from)).arg(workspace.path(out)));
     assert_eq!(exported.code, 0, "{exported:?}");
     tensors(&workspace.path(out))
@@ -91,7 +91,7 @@ fn an_export_has_frozen_tensors_byte_for_byte_and_new_values_of_all_others() {
 }
 
 /// A workspace with a model of twelve layers, whose weights an export of a run wrote.
-fn deep_workspace(tied: bool) -> Workspace {
+pub fn deep_workspace(tied: bool) -> Workspace {
     let workspace = Workspace::new();
     let deeper =
         CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 12").replace("\"hidden_size\": 32", "\"hidden_size\": 64");

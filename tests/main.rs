@@ -75,6 +75,7 @@ mod terminal;
 mod text_parts;
 mod tokenizers;
 mod tokens_per_step;
+mod train_tokens;
 mod trl;
 mod weights;
 mod wire;

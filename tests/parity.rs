@@ -4,6 +4,7 @@
 use crate::support::{read_params, resident, settings, start};
 use safetensors::SafeTensors;
 use std::io::Write;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use superoffload::internals::data::{Batch, Batches};
 use superoffload::internals::device::CpuDevice;
@@ -47,7 +48,9 @@ impl Golden {
     fn read(family: &str) -> Self {
         let (dir, family) = (golden_dir().join(family), family.to_string());
         let bytes = std::fs::read(dir.join("golden.safetensors")).unwrap();
-        let shape = presets::shape(&dir).unwrap().freezing(FreezeRules { freeze: &expressions(&bytes), train_only: &[] }).unwrap();
+        let (freeze, tokens) = (expressions(&bytes), trained_tokens(&bytes));
+        let rules = FreezeRules { freeze: &freeze, train_only: &[], tokens: tokens.as_ref() };
+        let shape = presets::shape(&dir).unwrap().freezing(rules).unwrap();
         Self { family, bytes, table: TensorTable::new(&shape), shape, dir }
     }
 
@@ -114,6 +117,21 @@ impl Golden {
         flat
     }
 
+    /// Torch leaves the rows of all other tokens as they are, as every export does.
+    fn expect_carried_rows(&self) {
+        let Some(tokens) = &self.shape.trained_tokens else { return };
+        let (first, last) = (std::fs::read(self.dir.join("model.safetensors")).unwrap(), &self.bytes);
+        let (first, last) = (SafeTensors::deserialize(&first).unwrap(), SafeTensors::deserialize(last).unwrap());
+        for name in ["model.embed_tokens.weight", "lm_head.weight"].into_iter().filter(|name| first.tensor(name).is_ok()) {
+            let [before, after] =
+                [(&first, name.to_string()), (&last, format!("final.{name}"))].map(|(file, name)| file.tensor(&name).unwrap());
+            let row = 4 * before.shape()[1];
+            for (token, (before, after)) in before.data().chunks_exact(row).zip(after.data().chunks_exact(row)).enumerate() {
+                assert_eq!(before != after, tokens.contains(&token), "{} {name}: row {token}", self.family);
+            }
+        }
+    }
+
     /// The line with the coefficient of the load-balancing loss, if there is one.
     fn balance(&self) -> String {
         let has = SafeTensors::deserialize(&self.bytes).unwrap().tensor("balance").is_ok();
@@ -141,6 +159,13 @@ fn expressions(golden: &[u8]) -> Vec<String> {
     let file = SafeTensors::deserialize(golden).unwrap();
     let lines = file.tensor("freeze").map(|lines| String::from_utf8(lines.data().to_vec()).unwrap());
     lines.map_or_else(|_| Vec::new(), |lines| lines.lines().map(String::from).collect())
+}
+
+/// The range of `--train-tokens` in a golden file.
+fn trained_tokens(golden: &[u8]) -> Option<Range<usize>> {
+    let file = SafeTensors::deserialize(golden).unwrap();
+    let bounds: Vec<i64> = file.tensor("trained_tokens").ok()?.data().chunks_exact(8).map(bytemuck::pod_read_unaligned).collect();
+    Some(bounds[0] as usize..bounds[1] as usize)
 }
 
 /// The golden batches, in order.
@@ -238,6 +263,7 @@ fn ten_steps(golden: &Golden, way: &str) -> Counts {
     let fewest = if golden.shape.frozen.is_empty() { 4 } else { 2 };
     assert!(engine.plan().placement.layout.count() >= fewest, "{} buckets", engine.plan().placement.layout.count());
     let (have, start, want) = (read_params(&mut engine), golden.first_params(), golden.final_params());
+    golden.expect_carried_rows();
     for spec in golden.table.specs() {
         for i in spec.range() {
             let (error, bound) = (f64::from((have[i] - want[i]).abs()), parameter_bound(start[i], want[i]));

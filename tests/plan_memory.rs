@@ -27,7 +27,7 @@ fn compare(toml: &str, shape: &ModelShape, machine: &Machine) -> Plan {
 /// `shape` with an embedding, layers and norms that are frozen.
 fn with_frozen(shape: ModelShape) -> ModelShape {
     let freeze = ["embed_tokens", r"layers\.[01]\.", r"layers\.3\..*norm", r"layers\.4\.mlp"].map(String::from);
-    shape.freezing(FreezeRules { freeze: &freeze, train_only: &[] }).unwrap()
+    shape.freezing(FreezeRules { freeze: &freeze, train_only: &[], tokens: None }).unwrap()
 }
 
 #[test]
@@ -50,6 +50,39 @@ fn a_frozen_parameter_takes_two_bytes_and_every_class_matches_allocations() {
 }
 
 #[test]
+fn rows_of_tokens_are_small_tensors_and_every_class_matches_allocations() {
+    let common = "seq-length = 16\nper-device-train-batch-size = 3\nbucket-mib = 0.03125\n";
+    let (layers, tokens) = ([r"layers\.[45]\.".to_string()], 290..300);
+    for tied in [false, true] {
+        for train_only in [&layers[..], &[]] {
+            let shape = tiny_llama(6, 64, 300, tied);
+            let all: usize = TensorTable::new(&shape).specs().iter().map(|spec| spec.elems().next_multiple_of(128)).sum();
+            let shape = shape.freezing(FreezeRules { freeze: &[], train_only, tokens: Some(&tokens) }).unwrap();
+            for more in [
+                "",
+                "strategy = \"no-offload\"\n",
+                "strategy = \"no-offload\"\nmasters = \"split\"\n",
+                "gradient-shares = 3\n",
+                "dtype = \"float32\"\n",
+                "activations = \"host\"\n",
+                "layer-order = \"segments:2,2\"\nactivations = \"recompute-cheap\"\n",
+            ] {
+                let plan = compare(&format!("{common}{more}"), &shape, &Machine::cpu(2));
+                let bytes = |name| plan.forecast.memory.iter().find(|class| class.name == name).unwrap().bytes;
+                let (table, width) = (TensorTable::new(&shape), plan.recipe.numerics.dtype.bytes());
+                let trained: Vec<_> = table.specs().iter().filter(|spec| spec.first_token().is_none()).map(|spec| spec.elems()).collect();
+                let rounded: usize = trained.iter().map(|elems| elems.next_multiple_of(128)).sum();
+                assert_eq!(bytes("frozen weights"), width * (all - rounded), "both tables are frozen as a whole: {plan}");
+                assert_eq!(bytes("weights"), width * table.flat_elems(), "{plan}");
+                let rows: usize = if tied { 10 * 64 } else { 2 * 10 * 64 };
+                assert_eq!(plan.trained_params(), trained.iter().sum::<usize>() + rows, "{plan}");
+                assert!(plan.to_string().contains("the rows 290..300 are trained (10 tokens)"), "{plan}");
+            }
+        }
+    }
+}
+
+#[test]
 fn frozen_experts_in_mxfp4_take_four_and_a_quarter_bits_and_every_class_matches_allocations() {
     let common = "seq-length = 16\nper-device-train-batch-size = 3\nbucket-mib = 0.03125\n";
     let freeze = [r"mlp\.experts\..*proj$", r"layers\.3\."].map(String::from);
@@ -58,7 +91,7 @@ fn frozen_experts_in_mxfp4_take_four_and_a_quarter_bits_and_every_class_matches_
     for more in ["", "strategy = \"no-offload\"\n", "gradient-shares = 3\n", "activations = \"host\"\n", "dtype = \"float32\"\n"] {
         let packs = !more.contains("float32");
         let dtype = if packs { Dtype::Bfloat16 } else { Dtype::Float32 };
-        let shape = whole.clone().computing_in(dtype).freezing(FreezeRules { freeze: &freeze, train_only: &[] }).unwrap();
+        let shape = whole.clone().computing_in(dtype).freezing(FreezeRules { freeze: &freeze, train_only: &[], tokens: None }).unwrap();
         let plan = compare(&format!("{common}{more}"), &shape, &Machine::cpu(2));
         let bytes = |name| plan.forecast.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
         // Three experts of 64 x 64 and 64 x 32 in each layer.
@@ -203,7 +236,8 @@ fn every_memory_class_of_a_plan_for_several_gpus_matches_allocations() {
     let experts = tiny_moe(12, 1024, 280, true);
     // As above, with another number of trained parameters.
     let freeze = [r"layers\.[0-5]\.".to_string(), r"layers\.9\.mlp".to_string()];
-    let frozen = |vocab| tiny_llama(12, 1024, vocab, true).freezing(FreezeRules { freeze: &freeze, train_only: &[] }).unwrap();
+    let frozen =
+        |vocab| tiny_llama(12, 1024, vocab, true).freezing(FreezeRules { freeze: &freeze, train_only: &[], tokens: None }).unwrap();
     let frozen = (256..).map(frozen).find(|shape| TensorTable::new(shape).flat_elems().is_multiple_of(8 * 4096)).unwrap();
     for more in ["", "weights = \"replicated\"\n", "strategy = \"no-offload\"\n"] {
         planned_as_taken(&format!("{common}gpus = 2\n{more}"), &frozen, &machine);

@@ -79,40 +79,43 @@ extern "C" __global__ void __launch_bounds__(WARP * SORT_WARPS) sort_entries(con
     sorted[rank] = make_int2(entry, row);
 }
 
-// dtable[entry] (+)= the sum of the rows of dout that used it, in ascending order. A block that finds the first of an entry's
-// rows at its place in `sorted` sums them all, over one part of the columns; the others have nothing to do.
+// dtable[entry - lowest] (+)= the sum of the rows of dout that used it, in ascending order, for the `entries` entries from `lowest` on. A
+// block that finds the first of such an entry's rows at its place in `sorted` sums them all, over one part of the columns; the others have
+// nothing to do.
 // Reads dout once. One entry alone takes T / BATCH round trips to memory: about 1 ms for 16384.
 template <typename T, int N>
 __device__ __forceinline__ void embed_backward(
-    const int2* sorted, const T* dout, T* dtable, unsigned count, unsigned cols, bool accumulate) {
+    const int2* sorted, const T* dout, T* dtable, unsigned count, unsigned cols, unsigned lowest, unsigned entries, bool accumulate) {
     const unsigned first = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * N;
     const int entry = sorted[first].x;
-    if (c >= cols || (first > 0 && sorted[first - 1].x == entry)) return;
+    // An entry below `lowest` wraps around to a place above all others.
+    const unsigned place = (unsigned)entry - lowest;
+    if (c >= cols || place >= entries || (first > 0 && sorted[first - 1].x == entry)) return;
     float sums[N] = {};
     bool more = true;
     for (unsigned start = first; more; start += BATCH) {
-        int2 entries[BATCH];
+        int2 batch[BATCH];
         Vec<T, N> held[BATCH];
 #pragma unroll
         for (unsigned b = 0; b < BATCH; b++) {
-            entries[b] = sorted[min(start + b, count - 1)];
-            if (start + b >= count) entries[b].x = NO_ENTRY;
+            batch[b] = sorted[min(start + b, count - 1)];
+            if (start + b >= count) batch[b].x = NO_ENTRY;
         }
 #pragma unroll
         for (unsigned b = 0; b < BATCH; b++) {
-            if (entries[b].x == entry) held[b] = Vec<T, N>::load(dout + (size_t)entries[b].y * cols + c);
+            if (batch[b].x == entry) held[b] = Vec<T, N>::load(dout + (size_t)batch[b].y * cols + c);
         }
 #pragma unroll
         for (unsigned b = 0; b < BATCH; b++) {
-            if (entries[b].x != entry) break;
+            if (batch[b].x != entry) break;
             float x[N];
             held[b].widen(x);
 #pragma unroll
             for (int i = 0; i < N; i++) sums[i] += x[i];
         }
-        more = entries[BATCH - 1].x == entry;
+        more = batch[BATCH - 1].x == entry;
     }
-    store_sums<T, N>(sums, dtable + (size_t)entry * cols + c, accumulate);
+    store_sums<T, N>(sums, dtable + (size_t)place * cols + c, accumulate);
 }
 
 // table[rows[b] * cols + c - below] = packed[b * cols + c - skipped]: `packed` are rows behind each other, of which the first lacks its first
@@ -133,8 +136,9 @@ __device__ __forceinline__ void scatter_rows(
         embed<T, N>(tokens, positions, wte, wpe, out, cols);                                                            \
     }                                                                                                                   \
     extern "C" __global__ void __launch_bounds__(128) embed_backward##NAME(                                             \
-        const int2* sorted, const T* dout, T* dtable, unsigned count, unsigned cols, unsigned accumulate) {             \
-        embed_backward<T, N>(sorted, dout, dtable, count, cols, accumulate != 0);                                       \
+        const int2* sorted, const T* dout, T* dtable, unsigned count, unsigned cols, unsigned lowest, unsigned entries, \
+        unsigned accumulate) {                                                                                          \
+        embed_backward<T, N>(sorted, dout, dtable, count, cols, lowest, entries, accumulate != 0);                      \
     }                                                                                                                   \
     extern "C" __global__ void __launch_bounds__(256) scatter_rows##NAME(                                               \
         const int* rows, const T* packed, T* table, size_t elems, size_t below, unsigned skipped, unsigned cols) {      \

@@ -99,7 +99,7 @@ impl Simulation {
             return Err(Error::usage("--digest: not available in simulate, which computes no state; use bench step"));
         }
         let settings = Settings::resolve_over(Settings::default(), train)?;
-        let shape = settings.freezing(shape)?;
+        let shape = settings.freezing(shape, Some(&model))?;
         check_context(&settings, &shape, &model)?;
         let steps = Steps { warmup, timed: steps, clip };
         Ok(Self { saves: settings.save_schedule(), settings, config: model.display().to_string(), shape, steps, profile })

@@ -67,7 +67,7 @@ impl StepBench {
         let (model, shape) = options.take_model()?;
         let StepOptions { warmup, steps, clip, data, train, .. } = options;
         let settings = Settings { save_memory: SaveMemory::Off, ..Settings::resolve_over(Settings::default(), train)? };
-        let shape = settings.freezing(shape)?;
+        let shape = settings.freezing(shape, Some(&model))?;
         check_context(&settings, &shape, &model)?;
         let steps = Steps { warmup, timed: steps, clip };
         Ok(Self { settings, config: model.display().to_string(), shape, steps, data })

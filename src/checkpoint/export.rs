@@ -138,7 +138,7 @@ fn export_one(path: &Path, out_dir: &Path, options: Options) -> Result<Result<Wr
 fn open_model(path: &Path) -> Result<(Loaded, Exportable)> {
     let loaded = checkpoint::open(path)?;
     let files = loaded.read_model_files()?;
-    let shape = loaded.as_trained(parse_shape(&path.join(CONFIG), &files)?);
+    let shape = loaded.as_trained(parse_shape(&path.join(CONFIG), &files)?)?;
     let table = TensorTable::new(&shape);
     loaded.expect_tensors(table.specs().iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
     Ok((loaded, Exportable { files, shape, carried: None }))

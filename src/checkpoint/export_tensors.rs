@@ -13,6 +13,7 @@ use crate::model_dir::{INDEX, SINGLE};
 use ::safetensors::tensor::Dtype as FileDtype;
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
@@ -35,6 +36,8 @@ enum Content<'a> {
     Trained(&'a TensorSpec, HfPart),
     /// The bytes of the source.
     Carried(&'a CarriedTensors),
+    /// The bytes of the source but for some rows, which are a tensor of the table.
+    CarriedButRows(&'a CarriedTensors, &'a TensorSpec),
 }
 
 impl Item<'_> {
@@ -62,26 +65,24 @@ pub(super) fn of_source<'a>(carried: &'a CarriedTensors, table: &'a TensorTable,
     let parts = table.specs().iter().flat_map(|spec| spec.parts().map(move |part| (part.name.clone(), (spec, part))));
     let (parts, mut names) = (parts.collect::<HashMap<_, _>>(), HashSet::new());
     let wrong = |name: &str| Error::format(carried.path(), format_args!("lists {name:?}, which does not fit the model"));
-    let item = |SourceTensor { name, dtype: own, shape, trained }: &SourceTensor| {
-        let content = match trained {
-            None => Content::Carried(carried),
-            Some(part) => {
-                let (spec, part) = parts.get(part).ok_or_else(|| wrong(name))?;
-                Content::Trained(spec, spec.oriented(part.clone(), shape))
-            }
-        };
-        let fits = match &content {
-            Content::Carried(_) => true,
-            Content::Trained(spec, part) => {
+    let item = |SourceTensor { name, dtype: own, shape, trained, trained_rows }: &SourceTensor| {
+        let part = trained.as_ref().or(trained_rows.as_ref()).map(|part| parts.get(part).ok_or_else(|| wrong(name))).transpose()?;
+        let (content, dtype) = match part {
+            None => (Content::Carried(carried), *own),
+            Some((spec, part)) => {
+                let part = spec.oriented(part.clone(), shape);
                 names.insert(part.name.clone());
-                spec.part_shape(part) == *shape && [FileDtype::F32, FileDtype::BF16, FileDtype::F16].contains(own)
+                let is_read = [FileDtype::F32, FileDtype::BF16, FileDtype::F16].contains(own);
+                if spec.part_shape(&part) != *shape || !is_read || part.file_rows.is_some() == trained.is_some() {
+                    return Err(wrong(name));
+                }
+                match part.file_rows {
+                    Some(_) => (Content::CarriedButRows(carried, spec), *own),
+                    None => (Content::Trained(spec, part.clone()), trained_dtype(&part, dtype, *own)),
+                }
             }
         };
-        let dtype = match &content {
-            Content::Carried(_) => *own,
-            Content::Trained(_, part) => trained_dtype(part, dtype, *own),
-        };
-        if fits { Ok(Item { name: name.clone(), dtype, shape: shape.clone(), content }) } else { Err(wrong(name)) }
+        Ok(Item { name: name.clone(), dtype, shape: shape.clone(), content })
     };
     let items: Vec<Item> = carried.source().iter().map(item).collect::<Result<_>>()?;
     match parts.keys().find(|name| !names.contains(*name)) {
@@ -130,6 +131,14 @@ pub(super) fn write(
 ) -> Result<()> {
     let (mut weight_map, mut total_bytes) = (Map::new(), 0);
     let (mut tensor, mut held) = (vec![], None);
+    let mut hold = |spec: &TensorSpec, tensor: &mut Vec<f32>| {
+        if held != Some(spec.index) {
+            tensor.resize(spec.elems(), 0.0);
+            read(spec, tensor)?;
+            held = Some(spec.index);
+        }
+        Ok(())
+    };
     let shards = shards(items, max_shard_bytes);
     for (shard, number) in shards.iter().zip(1..) {
         let name = if shards.len() == 1 { SINGLE.into() } else { format!("model-{number:05}-of-{:05}.safetensors", shards.len()) };
@@ -138,12 +147,17 @@ pub(super) fn write(
         for item in shard {
             match &item.content {
                 Content::Carried(carried) => carried.read(&item.name, |bytes| file.write(bytes))?,
+                Content::CarriedButRows(carried, spec) => {
+                    hold(spec, &mut tensor)?;
+                    let (rows, mut at) = (rows_in_file(spec, &tensor, item.dtype), 0);
+                    carried.read(&item.name, |bytes| {
+                        let written = with_rows(bytes, at, &rows);
+                        at += bytes.len();
+                        file.write(&written)
+                    })?;
+                }
                 Content::Trained(spec, part) => {
-                    if held != Some(spec.index) {
-                        tensor.resize(spec.elems(), 0.0);
-                        read(spec, &mut tensor)?;
-                        held = Some(spec.index);
-                    }
+                    hold(spec, &mut tensor)?;
                     write_part(&mut file, (spec, part), &tensor, item.dtype)?;
                 }
             }
@@ -169,6 +183,33 @@ fn header(shard: &[Item<'_>]) -> Vec<u8> {
     let mut text = Value::Object(map).to_string();
     text.push_str(&" ".repeat(text.len().next_multiple_of(8) - text.len()));
     [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
+}
+
+/// The bytes of trained rows in a file of this format, and their first byte in the table.
+fn rows_in_file(spec: &TensorSpec, rows: &[f32], dtype: FileDtype) -> (usize, Vec<u8>) {
+    let first = spec.first_token().unwrap_or(0) * spec.row_elems() * dtype.bitsize() / 8;
+    let bytes = match dtype {
+        FileDtype::BF16 => narrowed::<bf16>(rows),
+        FileDtype::F16 => narrowed::<f16>(rows),
+        _ => narrowed::<f32>(rows),
+    };
+    (first, bytes)
+}
+
+fn narrowed<E: Element>(values: &[f32]) -> Vec<u8> {
+    let values: Vec<E> = values.iter().map(|&value| E::from_f32(value)).collect();
+    bytemuck::cast_slice(&values).to_vec()
+}
+
+/// The `bytes` of a table from byte `at` on, with the trained `rows` in their place.
+fn with_rows<'a>(bytes: &'a [u8], at: usize, (first, rows): &(usize, Vec<u8>)) -> Cow<'a, [u8]> {
+    let (start, end) = (at.max(*first), (at + bytes.len()).min(first + rows.len()));
+    if start >= end {
+        return Cow::Borrowed(bytes);
+    }
+    let mut changed = bytes.to_vec();
+    changed[start - at..end - at].copy_from_slice(&rows[start - first..end - first]);
+    Cow::Owned(changed)
 }
 
 fn write_part(file: &mut OutFile, part: (&TensorSpec, &HfPart), tensor: &[f32], dtype: FileDtype) -> Result<()> {

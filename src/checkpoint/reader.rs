@@ -1,7 +1,7 @@
 //! Reading a checkpoint: every returned byte was compared with its checksum.
 
 use super::format::{FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry};
-use super::frozen::frozen_names;
+use super::frozen::{frozen_names, trained_tokens};
 use super::part_files::{PartFiles, start_of};
 use super::portions::{Portion, StatePiece, portions};
 use super::read_ahead::{self, PIECES, READERS};
@@ -113,15 +113,23 @@ impl Loaded {
     /// # Errors
     /// Errors of [`ModelShape::read`].
     pub(crate) fn shape(&self) -> Result<ModelShape> {
-        Ok(self.as_trained(ModelShape::read(&self.model_dir().join(CONFIG))?))
+        self.as_trained(ModelShape::read(&self.model_dir().join(CONFIG))?)
     }
 
     /// `shape` of the model's configuration, with the frozen tensors of the run, and with the output matrix apart from the embedding where the
     /// run had it.
-    pub(crate) fn as_trained(&self, shape: ModelShape) -> ModelShape {
+    ///
+    /// # Errors
+    /// `Format` for a record of trained tokens that does not fit the model.
+    pub(crate) fn as_trained(&self, shape: ModelShape) -> Result<ModelShape> {
         let frozen = frozen_names(&self.manifest.run);
+        let trained_tokens = trained_tokens(&self.manifest.run, shape.vocab).map_err(|cause| Error::format(self.manifest_path(), cause))?;
         let has_head = frozen.contains(HEAD) || self.manifest.tensors.iter().any(|tensor| tensor.name == HEAD);
-        ModelShape { frozen, ..shape.untied_if(has_head) }
+        let shape = ModelShape { frozen, trained_tokens, ..shape.untied_if(has_head) };
+        if shape.trained_tokens.is_some() && shape.trains_a_table() {
+            return Err(Error::format(self.manifest_path(), "lists trained tokens of a table that is not frozen"));
+        }
+        Ok(shape)
     }
 
     /// Compares the tensor list with a model's: the same names and shapes in the same order.

@@ -17,3 +17,4 @@ mod program;
 mod request;
 pub(crate) mod resolve;
 pub(crate) mod settings;
+mod train_tokens;

@@ -6,6 +6,7 @@ use serde::de::value::StrDeserializer;
 use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
 use std::fmt;
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -146,6 +147,45 @@ impl FromStr for GpuCount {
     }
 }
 
+/// Tokens whose rows of the token embedding and of the output matrix are trained.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TrainTokens {
+    /// The tokens that the model's tokenizer has beside its vocabulary.
+    Added,
+    /// These ids.
+    Ids(Range<usize>),
+}
+
+impl fmt::Display for TrainTokens {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Added => f.write_str("added"),
+            Self::Ids(Range { start, end }) => write!(f, "{start}..{end}"),
+        }
+    }
+}
+
+impl serde::Serialize for TrainTokens {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl FromStr for TrainTokens {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "added" {
+            return Ok(Self::Added);
+        }
+        let ids = text.split_once("..").and_then(|(start, end)| Some(start.parse().ok()?..end.parse().ok()?));
+        let Some(ids) = ids else {
+            return Err("expected `added` or a range of ids START..END, such as `32000..32010` for the ids 32000 to 32009".into());
+        };
+        if ids.is_empty() { Err("the range is empty; its end is the id after the last token".into()) } else { Ok(Self::Ids(ids)) }
+    }
+}
+
 /// Reads a string, or an object as its JSON.
 pub(super) fn some_json<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
     let value = serde_json::Value::deserialize(deserializer)?;
@@ -177,4 +217,25 @@ pub(super) fn one_or_many<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deseri
 
 pub(super) fn some_scalar<'de, D: Deserializer<'de>, T: FromStr<Err: fmt::Display>>(deserializer: D) -> Result<Option<T>, D::Error> {
     scalar(deserializer).map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_a_range_or_the_word_added() {
+        for text in ["added", "0..1", "32000..32010"] {
+            assert_eq!(text.parse::<TrainTokens>().unwrap().to_string(), text);
+        }
+        for (text, words) in [
+            ("all", "expected `added` or a range"),
+            ("3..", "expected `added` or a range"),
+            ("-1..4", "expected `added` or a range"),
+            ("5..5", "the range is empty"),
+            ("9..3", "the range is empty"),
+        ] {
+            assert!(text.parse::<TrainTokens>().unwrap_err().contains(words), "{text}");
+        }
+    }
 }

@@ -20,6 +20,7 @@ use crate::request::wanted::Wanted;
 use crate::request::{KernelChoices, Request, SiteRequest};
 use crate::simulate::saves::SaveSchedule;
 use crate::teacher_loss::{TOP_K_MAX, TeacherLoss};
+use std::path::Path;
 use std::sync::Arc;
 
 impl Settings {
@@ -36,12 +37,14 @@ impl Settings {
         }
     }
 
-    /// `shape` with the format and the frozen tensors that these settings choose.
+    /// `shape` with the format and the frozen tensors that these settings choose. `dir` is the model's directory, if it has one.
     ///
     /// # Errors
-    /// Errors of [`ModelShape::freezing`].
-    pub(crate) fn freezing(&self, shape: ModelShape) -> Result<ModelShape> {
-        shape.computing_in(self.weight_dtype()).freezing(FreezeRules { freeze: &self.freeze, train_only: &self.train_only })
+    /// Errors of [`ModelShape::freezing`] and of [`Settings::trained_ids`].
+    pub(crate) fn freezing(&self, shape: ModelShape, dir: Option<&Path>) -> Result<ModelShape> {
+        let tokens = self.trained_ids(shape.vocab, dir)?;
+        let rules = FreezeRules { freeze: &self.freeze, train_only: &self.train_only, tokens: tokens.as_ref() };
+        shape.computing_in(self.weight_dtype()).freezing(rules)
     }
 
     /// Format of weights, activations and gradients on the device.

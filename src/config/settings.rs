@@ -9,7 +9,7 @@
 
 use super::options::{
     DeviceChoice, EvalStrategy, GpuCount, InitChoice, MatmulDtype, ReplanChoice, ReportTo, Resume, Rollback, TokenizerChoice, TrainDtype,
-    one_or_many, some_json, some_scalar,
+    TrainTokens, one_or_many, some_json, some_scalar,
 };
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::DataFormat;
@@ -310,6 +310,10 @@ settings! {
         #[arg(value_name = "REGEX")]
         #[serde(deserialize_with = "one_or_many")]
         train_only: Vec<String> = Vec::new() => "all", Free, Inputs, unless "Vec::is_empty";
+        /// Tokens whose rows alone of embedding and output matrix are trained.
+        #[arg(value_name = "added|A..B")]
+        #[serde(deserialize_with = "some_scalar")]
+        train_tokens: TrainTokens => "none", Free, Inputs, unless "Option::is_none";
         /// Source of the initial weights.
         init: InitChoice = InitChoice::Random => "checkpoint with --model, else random", Free, Inputs;
     }
@@ -718,6 +722,7 @@ pub(crate) mod tests {
             Some(last) if last == "false" => "true",
             Some(last) => last,
             None if flag.get_id() == "layer_order" => "segments:2,5",
+            None if flag.get_id() == "train_tokens" => "2..5",
             None => "2",
         };
         (flag.get_long().unwrap().to_string(), value.to_string())

@@ -3,6 +3,7 @@
 use super::engine::Launcher;
 use super::process_info::{HostResources, ProcessInfo};
 use crate::bucket::layout::BucketLayout;
+use crate::config::options::TrainTokens;
 use crate::config::settings::Settings;
 use crate::data::rows::row_rules::Packing;
 use crate::device::{Kernels, LongSums};
@@ -24,6 +25,7 @@ use crate::signals::StopFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fs;
+use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
@@ -87,6 +89,8 @@ pub(crate) struct Proposal {
     expert_products: ExpertProductsChoice,
     /// Whether the token embedding is also the output matrix, which the weights decide.
     tied: bool,
+    /// Tokens whose rows are trained, as process 0 found them.
+    trained_tokens: Option<Range<usize>>,
     /// Names and values of the facts in which a plan that follows this proposal must agree.
     facts: Vec<(String, String)>,
     /// Name of a temporary directory below the output directory, which shows whether all processes share a file system. Empty if the run
@@ -170,7 +174,7 @@ impl ProcessGroup {
         // Invalid numbers from a damaged process 0 must be an error here, not a panic in the planner.
         proposed.check().map_err(|e| Error::format("the proposal of process 0", e))?;
         let (launch, settings) = self.launcher(&proposed)?;
-        let shape = settings.freezing(shape.clone().untied_if(!proposal.tied))?;
+        let shape = settings.freezing(shape.clone().untied_if(!proposal.tied), None)?;
         let plan = launch.plan(&settings, &shape, false)?.with_save_copies();
         expect_alike(&self.links, &proposal.facts, &facts(&plan))?;
         Ok(Ok((launch, plan, proposal)))
@@ -194,6 +198,7 @@ impl Proposal {
             head_rows: kernels.head_rows,
             expert_products: kernels.experts,
             tied: plan.recipe.model.tied,
+            trained_tokens: plan.recipe.model.trained_tokens.clone(),
             facts: facts(plan),
             meeting_place,
         }
@@ -214,6 +219,7 @@ impl Proposal {
             head_rows: self.head_rows,
             expert_products: self.expert_products,
             is_batch_open: false,
+            train_tokens: self.trained_tokens.clone().map(TrainTokens::Ids),
             ..own.clone()
         }
     }

@@ -28,8 +28,9 @@ impl ModelShape {
             init_std: _,
             ignored_dropout: _,
             media_tokens: _,
-            // Checkpoints list frozen tensors.
+            // Checkpoints list frozen tensors and trained tokens.
             frozen: _,
+            trained_tokens: _,
             // Expansion is exact.
             packs_experts: _,
         } = self;

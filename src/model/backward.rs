@@ -61,13 +61,17 @@ impl Model {
 
     /// The gradient of a tied embedding already holds the head's gradient, also in the first micro-step.
     fn backward_embed<D: Kernels>(&self, dev: &mut D, first: bool) -> Result<()> {
-        let (act, Some(dwte)) = (&self.activations, self.embed.wte.grad) else { return Ok(()) };
+        let rows = self.embed.rows.as_ref().map(|rows| (rows.grad, rows.tokens.start));
+        let (act, Some((dwte, first_token))) = (&self.activations, self.embed.wte.grad.map(|grad| (grad, 0)).or(rows)) else {
+            return Ok(());
+        };
         scale(dev, act.dresidual, self.shape.embed_scale.on(act.dresidual.dtype()))?;
         dev.launch(EmbedBackward {
             tokens: act.tokens,
             positions: act.positions,
             dout: act.dresidual,
             dwte,
+            first_token,
             accumulate_wte: !first || self.shape.tied,
             dwpe: self.embed.wpe.and_then(|wpe| wpe.grad),
             accumulate_wpe: !first,

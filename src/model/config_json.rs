@@ -135,6 +135,7 @@ fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
         ignored_dropout: keys.dropout()?,
         media_tokens: Vec::new(),
         frozen: BTreeSet::new(),
+        trained_tokens: None,
         packs_experts: keys.has_mxfp4_experts(spec),
     })
 }

@@ -5,6 +5,7 @@ use super::layer_shape::{Attn, LayerShape};
 use super::shape::ModelShape;
 use super::tensors::{Module, TensorTable};
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// The formula of [`ModelShape::flops_per_step`].
 pub(crate) const FLOPS_FORMULA: &str = "6*N*T + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters with the output matrix, T tokens, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule): causal, no recompute";
@@ -13,10 +14,10 @@ pub(crate) const FLOPS_FORMULA: &str = "6*N*T + 6*sum_l(heads*head_dim*S_l)*T; N
 const FLOPS_FORMULA_OF_TRAINED_ROWS: &str = "6*N*T + 6*V*C*T_trained + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters without the output matrix [V, C], T tokens, T_trained trained tokens, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule): causal, no recompute";
 
 /// The formula where tensors are frozen.
-const FLOPS_FORMULA_OF_FROZEN: &str = "2*(N + N_passed + N_trained)*T + sum_l(p_l*heads*head_dim*S_l)*T; N matrix parameters with the output matrix, N_passed of them not below the lowest trained tensor, N_trained of them trained, T tokens, p_l 6 or below the lowest trained tensor 2, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule): causal, no recompute";
+const FLOPS_FORMULA_OF_FROZEN: &str = "2*(N + N_passed + N_trained)*T + sum_l(p_l*heads*head_dim*S_l)*T; N matrix parameters with the output matrix, N_passed of them not below the lowest trained tensor, N_trained of them trained with trained rows of the output matrix, T tokens, p_l 6 or below the lowest trained tensor 2, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule): causal, no recompute";
 
 /// The formula where tensors are frozen and the head computes trained rows alone.
-const FLOPS_FORMULA_OF_FROZEN_AND_TRAINED_ROWS: &str = "2*(N + N_passed + N_trained)*T + p*V*C*T_trained + sum_l(p_l*heads*head_dim*S_l)*T; N matrix parameters without the output matrix [V, C], N_passed of them not below the lowest trained tensor, N_trained of them trained, T tokens, T_trained trained tokens, p 6 or with a frozen output matrix 4, p_l 6 or below the lowest trained tensor 2, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule): causal, no recompute";
+const FLOPS_FORMULA_OF_FROZEN_AND_TRAINED_ROWS: &str = "2*(N + N_passed + N_trained)*T + p*V*C*T_trained + sum_l(p_l*heads*head_dim*S_l)*T; N matrix parameters without the output matrix [V, C], N_passed of them not below the lowest trained tensor, N_trained of them trained, T tokens, T_trained trained tokens, p 6 or with a frozen output matrix 4 + 2n/V for n trained rows of it, p_l 6 or below the lowest trained tensor 2, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule): causal, no recompute";
 
 /// The formula of the FLOPs of a run of `shape`.
 pub(crate) fn flops_formula(shape: &ModelShape, head_rows: HeadRows) -> &'static str {
@@ -49,8 +50,8 @@ impl ModelShape {
 
     /// Model FLOPs of the output matrix for a token, forward and backward.
     pub(crate) fn output_flops(&self) -> f64 {
-        let passes = if self.trains_output() { 6.0 } else { 4.0 };
-        passes * self.vocab as f64 * self.channels as f64
+        let trained_rows = if self.trains_output() { self.vocab } else { self.trained_tokens.as_ref().map_or(0, Range::len) };
+        (4 * self.vocab + 2 * trained_rows) as f64 * self.channels as f64
     }
 
     /// Attention's part of [`Self::flops_by`].

@@ -5,7 +5,7 @@ use super::activation_arrays::{LayerActivations, NormActivations, ProjectedQkv, 
 use super::layer_shape::{Act, Join, LayerShape, Mlp, NormSpec};
 use super::linear::linear;
 use super::mlp_tile::MlpTile;
-use super::params::{LinearParams, NormParams};
+use super::params::{LinearParams, NormParams, TokenRows};
 use super::policy::LayerPolicy;
 use super::sequence::{Handover, PassRunner};
 use super::shape::RopeConfig;
@@ -30,6 +30,13 @@ enum Routing {
     Kept,
 }
 
+/// Copies trained rows of a frozen table, if there are any, to their place in the table. The optimizer may have changed them since the last
+/// pass.
+fn place_rows<D: Kernels>(dev: &mut D, rows: Option<&TokenRows>) -> Result<()> {
+    let Some(TokenRows { value, place, .. }) = rows else { return Ok(()) };
+    dev.launch(Cast { stream: Stream::Compute, src: *value, dst: *place })
+}
+
 impl Model {
     /// Runs the forward pass of `module`: the embedding of `activations.tokens`, a layer, or (for the head) the final norm.
     ///
@@ -43,12 +50,16 @@ impl Model {
                 let (wte, wpe) = (self.embed.wte.value, self.embed.wpe.map(|p| p.value));
                 let out = self.acquire_residual(dev, 0)?;
                 self.forget_scales(dev)?;
+                place_rows(dev, self.embed.rows.as_ref())?;
                 dev.launch(Embed { tokens: act.tokens, positions: act.positions, wte, wpe, out, channels: self.shape.channels })?;
                 scale(dev, out, self.shape.embed_scale.on(out.dtype()))
             }
             Module::Layer(layer) => self.forward_layer(run, layer),
             Module::Head => {
                 let dev = run.dev();
+                if !self.shape.tied {
+                    place_rows(dev, self.head.rows.as_ref())?;
+                }
                 norm(dev, self.shape.final_norm, &self.head.norm, (act.final_norm_in, act.final_norm_out), act.final_norm_stats, None)?;
                 // Equivalent to a factor on the logits.
                 scale(dev, act.final_norm_out, self.shape.logit_scale)

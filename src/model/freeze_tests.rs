@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 fn freezing(architecture: &str, freeze: &[&str], train_only: &[&str]) -> std::result::Result<ModelShape, String> {
     let [freeze, train_only] = [freeze, train_only].map(|patterns| patterns.iter().map(|pattern| pattern.to_string()).collect::<Vec<_>>());
-    shape(architecture).freezing(FreezeRules { freeze: &freeze, train_only: &train_only }).map_err(|e| e.to_string())
+    shape(architecture).freezing(FreezeRules { freeze: &freeze, train_only: &train_only, tokens: None }).map_err(|e| e.to_string())
 }
 
 fn frozen(architecture: &str, freeze: &[&str], train_only: &[&str]) -> Vec<String> {
@@ -39,12 +39,56 @@ fn impossible_choices_are_refused_by_name() {
     let none = refused("LlamaForCausalLM", &[], &["x"]);
     assert!(none.contains("--train-only \"x\": matches no tensor"), "{none}");
     let tied = ModelShape { tied: true, ..shape("Qwen3ForCausalLM") };
-    let tied = tied.freezing(FreezeRules { freeze: &["lm_head".to_string()], train_only: &[] }).unwrap_err().to_string();
+    let tied = tied.freezing(FreezeRules { freeze: &["lm_head".to_string()], train_only: &[], tokens: None }).unwrap_err().to_string();
     assert!(tied.contains("the output matrix of this model is its embedding, model.embed_tokens.weight"), "{tied}");
     let experts = refused("MixtralForCausalLM", &[r"experts\.0\."], &[]);
     assert!(experts.contains(".mlp.down is one matrix") && experts.contains("experts.2.w2.weight trained"), "{experts}");
     assert!(refused("GPT2LMHeadModel", &["wte"], &[]).contains("freeze both"));
     assert!(frozen("GPT2LMHeadModel", &["wpe"], &[]) == ["wpe"]);
+}
+
+fn training(architecture: &str, tokens: Range<usize>, freeze: &[&str], train_only: &[&str]) -> std::result::Result<ModelShape, String> {
+    let [freeze, train_only] = [freeze, train_only].map(|patterns| patterns.iter().map(|pattern| pattern.to_string()).collect::<Vec<_>>());
+    let rules = FreezeRules { freeze: &freeze, train_only: &train_only, tokens: Some(&tokens) };
+    shape(architecture).freezing(rules).map_err(|e| e.to_string())
+}
+
+#[test]
+fn tokens_restrict_both_tables_and_freeze_all_else_unless_expressions_choose() {
+    let names = |architecture: &str, freeze: &[&str], train_only: &[&str]| {
+        let table = TensorTable::new(&training(architecture, 50..60, freeze, train_only).unwrap());
+        table.specs().iter().map(|spec| spec.name.clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(names("LlamaForCausalLM", &[], &[]), ["lm_head.rows", "wte.rows"]);
+    let norms =
+        ["lm_head.rows", "final_norm", "layers.1.mlp_norm", "layers.1.attn_norm", "layers.0.mlp_norm", "layers.0.attn_norm", "wte.rows"];
+    assert_eq!(names("LlamaForCausalLM", &[], &["norm"]), norms);
+    assert_eq!(names("LlamaForCausalLM", &[], &["norm", "embed_tokens"]), norms, "an expression does not train other rows");
+    assert_eq!(names("LlamaForCausalLM", &["_proj"], &[]), norms);
+    // The position embedding is trained without the rest of the token embedding.
+    assert_eq!(names("GPT2LMHeadModel", &[], &["wpe"]), ["wte.rows", "wpe"]);
+    let shape = training("LlamaForCausalLM", 50..60, &[], &[]).unwrap();
+    let table = TensorTable::new(&shape);
+    for (rows, whole) in [("lm_head.rows", "lm_head"), ("wte.rows", "wte")] {
+        let find = |name: &str| table.all().find(|spec| spec.name == name).unwrap();
+        let (rows, whole) = (find(rows), find(whole));
+        assert_eq!((rows.shape[0], rows.shape[1], rows.first_token()), (10, whole.shape[1], Some(50)));
+        let part = rows.parts().next().unwrap();
+        assert_eq!((part.name.as_str(), rows.part_shape(&part)), (whole.parts().next().unwrap().name.as_str(), whole.shape.clone()));
+    }
+}
+
+#[test]
+fn impossible_tokens_are_refused_by_name() {
+    let refused = |tokens: Range<usize>, freeze: &[&str]| training("LlamaForCausalLM", tokens, freeze, &[]).unwrap_err();
+    assert!(refused(7..7, &[]).contains("--train-tokens 7..7: the range is empty"), "{}", refused(7..7, &[]));
+    let beyond = refused(50..61, &[]);
+    assert!(beyond.contains("--train-tokens 50..61: the model's token embedding has 60 rows"), "{beyond}");
+    for (pattern, name) in [("embed", "model.embed_tokens.weight"), ("lm_head", "lm_head.weight"), (".", "lm_head.weight")] {
+        let table = refused(50..60, &["layers", pattern]);
+        let words = format!("--freeze {pattern:?}: matches {name}, of which --train-tokens trains the rows 50..60");
+        assert!(table.contains(&words), "{table}");
+    }
 }
 
 #[test]
@@ -62,7 +106,7 @@ proptest! {
         let table = TensorTable::new(&all);
         let chosen: Vec<_> = table.specs().iter().zip(choice.iter().cycle()).filter(|(_, chosen)| **chosen).map(|(spec, _)| spec).collect();
         let patterns: Vec<String> = chosen.iter().flat_map(|spec| spec.parts()).map(|part| format!("^{}$", part.name.replace('.', r"\."))).collect();
-        let rules = if only { FreezeRules { freeze: &[], train_only: &patterns } } else { FreezeRules { freeze: &patterns, train_only: &[] } };
+        let rules = if only { FreezeRules { freeze: &[], train_only: &patterns, tokens: None } } else { FreezeRules { freeze: &patterns, train_only: &[], tokens: None } };
         prop_assume!(!chosen.is_empty() && chosen.len() < table.specs().len());
         let divided = TensorTable::new(&all.clone().freezing(rules).unwrap());
         let names: Vec<&str> = chosen.iter().map(|spec| spec.name.as_str()).collect();

@@ -15,7 +15,7 @@ use super::Model;
 use super::activation_arrays::{HeadRowsWork, LossWork, ObjectiveWork};
 use super::head_rows;
 use super::linear::weight_product;
-use super::params::LinearParams;
+use super::params::{LinearParams, MatrixParam};
 use super::tensors::Module;
 use crate::device::{
     CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, CrossEntropyStats, DeviceSlice, Embed, Kernels, Matmul, MatmulLayout,
@@ -291,25 +291,52 @@ impl Model {
     fn loss_backward<D: Kernels>(&self, dev: &mut D, rows: Rows, micro: MicroStep, gradients: HeadGradients) -> Result<()> {
         // With a loss of pairs, completions or a teacher, the logits in memory are those of the last rows.
         let are_kept = self.activations.tile.holds(self.shape.vocab) && rows.scales.is_none();
-        for tile in self.tiles() {
+        let is_needed = gradients != HeadGradients::Matrix || self.head.output.weight.grad.is_some();
+        for tile in self.tiles().filter(|_| is_needed) {
             let logits = if are_kept { self.logits_of(rows, &tile) } else { self.logits_tile(dev, rows, &tile)? };
-            let (Rows { targets, stats, .. }, scale) = (rows, micro.inv_weight * micro.loss_scale);
-            let (vocab_start, cols, softcap) = (tile.start, tile.len(), self.shape.logit_softcap);
-            match rows.scales {
-                None => dev.launch(CrossEntropyGrad { logits, targets, stats, vocab_start, cols, softcap, scale })?,
-                Some(scales) => dev.launch(CrossEntropyRowGrad { logits, targets, stats, scales, vocab_start, cols, softcap })?,
-            }
-            if let Some(TeacherRows { words: teacher, entries, top_k }) = rows.teacher {
-                dev.launch(TeacherGrad { logits, targets, teacher, entries, top_k, vocab_start, cols })?;
-            }
+            self.logits_gradient(dev, rows, micro, logits, &tile)?;
             if gradients != HeadGradients::Matrix {
                 self.hidden_gradient(dev, rows, logits, &tile)?;
             }
             if gradients != HeadGradients::Hidden {
-                self.matrix_gradient(dev, rows, logits, &tile, !(micro.first && rows.first))?;
+                let weight = self.output_tile(&tile).weight;
+                self.matrix_gradient(dev, rows, logits, (weight, &tile), !(micro.first && rows.first))?;
             }
         }
+        if gradients == HeadGradients::Hidden { Ok(()) } else { self.token_rows_gradient(dev, rows, micro) }
+    }
+
+    /// Computes the gradient of the trained rows of a frozen output matrix, from logits of their tokens alone. The other logits of these rows
+    /// of the micro-batch are not needed any more.
+    fn token_rows_gradient<D: Kernels>(&self, dev: &mut D, rows: Rows, micro: MicroStep) -> Result<()> {
+        let Some(trained) = &self.head.rows else { return Ok(()) };
+        for start in trained.tokens.clone().step_by(self.activations.tile.vocab) {
+            let tile = start..trained.tokens.end.min(start + self.activations.tile.vocab);
+            let logits = self.activations.logits.slice(0, rows.count * tile.len());
+            super::linear::linear(dev, &self.output_tile(&tile), rows.hidden, None, logits)?;
+            self.logits_gradient(dev, rows, micro, logits, &tile)?;
+            self.matrix_gradient(dev, rows, logits, (trained.matrix(&tile), &tile), !(micro.first && rows.first))?;
+        }
         Ok(())
+    }
+
+    /// Turns the logits of the tokens of `tile` into their gradient.
+    fn logits_gradient<D: Kernels>(
+        &self,
+        dev: &mut D,
+        rows: Rows,
+        micro: MicroStep,
+        logits: DeviceSlice,
+        tile: &Range<usize>,
+    ) -> Result<()> {
+        let (Rows { targets, stats, .. }, scale) = (rows, micro.inv_weight * micro.loss_scale);
+        let (vocab_start, cols, softcap) = (tile.start, tile.len(), self.shape.logit_softcap);
+        match rows.scales {
+            None => dev.launch(CrossEntropyGrad { logits, targets, stats, vocab_start, cols, softcap, scale })?,
+            Some(scales) => dev.launch(CrossEntropyRowGrad { logits, targets, stats, scales, vocab_start, cols, softcap })?,
+        }
+        let Some(TeacherRows { words: teacher, entries, top_k }) = rows.teacher else { return Ok(()) };
+        dev.launch(TeacherGrad { logits, targets, teacher, entries, top_k, vocab_start, cols })
     }
 
     /// Computes the tile's contribution to the gradient of the hidden state.
@@ -319,18 +346,17 @@ impl Model {
         dev.launch(Matmul::plain(shape, [dlogits, output.weight.value, rows.dhidden]).onto_itself(tile.start != 0))
     }
 
-    /// Computes the tile's rows of the gradient of the output matrix, unless it is frozen.
+    /// Computes the gradient of `weight`, the rows of the output matrix for the tokens of `tile`, unless it is frozen.
     fn matrix_gradient<D: Kernels>(
         &self,
         dev: &mut D,
         rows: Rows,
         dlogits: DeviceSlice,
-        tile: &Range<usize>,
+        (weight, tile): (MatrixParam, &Range<usize>),
         accumulate: bool,
     ) -> Result<()> {
-        let output = self.output_tile(tile);
-        let shape = MatmulShape { layout: MatmulLayout::Tn, m: tile.len(), n: output.in_cols, k: rows.count };
-        weight_product(dev, shape, [dlogits, rows.hidden], output.weight, accumulate)
+        let shape = MatmulShape { layout: MatmulLayout::Tn, m: tile.len(), n: self.head.output.in_cols, k: rows.count };
+        weight_product(dev, shape, [dlogits, rows.hidden], weight, accumulate)
     }
 
     fn logits_tile<D: Kernels>(&self, dev: &mut D, rows: Rows, tile: &Range<usize>) -> Result<DeviceSlice> {

@@ -69,9 +69,33 @@ pub(super) struct NormParams {
     pub bias: Option<Param>,
 }
 
+/// The trained rows of a frozen table with a row for each token.
+#[derive(Clone, Debug)]
+pub(super) struct TokenRows {
+    /// The tokens.
+    pub(super) tokens: Range<usize>,
+    /// Their rows as the optimizer writes them. [`TokenRows::place`] gets a copy before the table is read.
+    pub(super) value: DeviceSlice,
+    /// Their gradient.
+    pub(super) grad: DeviceSlice,
+    /// Their rows in the table.
+    pub(super) place: DeviceSlice,
+}
+
+impl TokenRows {
+    /// The rows of these `tokens` of them: those of the table, with their gradient.
+    pub(super) fn matrix(&self, tokens: &Range<usize>) -> MatrixParam {
+        let columns = self.value.elems() / self.tokens.len();
+        let all = MatrixParam { value: self.place, grad: Some(self.grad) };
+        all.slice((tokens.start - self.tokens.start) * columns, tokens.len() * columns)
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct EmbedParams {
     pub wte: MatrixParam,
+    /// Trained rows of a frozen `wte`.
+    pub rows: Option<TokenRows>,
     pub wpe: Option<MatrixParam>,
 }
 
@@ -127,6 +151,8 @@ pub(super) struct HeadParams {
     pub norm: NormParams,
     /// The token embedding if it is tied.
     pub output: LinearParams,
+    /// Trained rows of a frozen `output`.
+    pub rows: Option<TokenRows>,
 }
 
 /// The memory of a model's parameters, in the compute format unless stated otherwise.
@@ -208,7 +234,16 @@ pub(super) struct Flat<'a> {
 impl Flat<'_> {
     pub(super) fn embed(&self) -> EmbedParams {
         let wpe = self.table.find(Module::Embed, Role::Wpe).map(|spec| self.matrix(spec));
-        EmbedParams { wte: self.matrix(self.spec(Module::Embed, Role::Wte)), wpe }
+        let rows = self.token_rows(Module::Embed, [Role::Wte, Role::WteRows]);
+        EmbedParams { wte: self.matrix(self.spec(Module::Embed, Role::Wte)), rows, wpe }
+    }
+
+    /// The trained rows of a frozen table.
+    fn token_rows(&self, module: Module, [table, rows]: [Role; 2]) -> Option<TokenRows> {
+        let spec = self.table.find(module, rows)?;
+        let (first, columns, Param { value, grad }) = (spec.first_token()?, spec.row_elems(), self.slice(spec));
+        let place = self.value(self.spec(module, table)).slice(first * columns, spec.elems());
+        Some(TokenRows { tokens: first..first + spec.shape[0], value, grad, place })
     }
 
     pub(super) fn layer(&self, layer: usize) -> LayerParams {
@@ -280,9 +315,10 @@ impl Flat<'_> {
 
     pub(super) fn head(&self) -> HeadParams {
         let tied = self.table.find(Module::Head, Role::LmHead).is_none();
-        let (module, role) = if tied { (Module::Embed, Role::Wte) } else { (Module::Head, Role::LmHead) };
+        let (module, roles) =
+            if tied { (Module::Embed, [Role::Wte, Role::WteRows]) } else { (Module::Head, [Role::LmHead, Role::LmHeadRows]) };
         let norm = NormParams { weight: self.expect(Module::Head, Role::FinalNorm), bias: self.find(Module::Head, Role::FinalNormBias) };
-        HeadParams { norm, output: self.linear(module, role, None) }
+        HeadParams { norm, output: self.linear(module, roles[0], None), rows: self.token_rows(module, roles) }
     }
 
     fn linear(&self, module: Module, weight: Role, bias: Option<Role>) -> LinearParams {

@@ -7,6 +7,7 @@ use crate::data::encode::media_token::MediaToken;
 use crate::device::{AttentionShape, DeltaShape};
 use crate::dtype::Dtype;
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 /// Factor on embeddings.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -128,6 +129,8 @@ pub struct ModelShape {
     pub(crate) media_tokens: Vec<MediaToken>,
     /// Names in the table of the tensors that training leaves as they are.
     pub frozen: BTreeSet<String>,
+    /// Tokens whose rows of the token embedding and of the output matrix are trained, while both tables are frozen.
+    pub trained_tokens: Option<Range<usize>>,
     /// Whether frozen matrices of experts stay in MXFP4 on the device. A `config.json` with MXFP4 permits it; the format of weights decides:
     /// see [`ModelShape::computing_in`].
     pub packs_experts: bool,

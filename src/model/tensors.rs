@@ -4,12 +4,17 @@
 //! a contiguous bucket is complete early: [`Module::Head`], the last layer down to layer 0, [`Module::Embed`].
 //!
 //! Frozen tensors have only weights. They lie in a range of their own, in the same order; frozen tensors that stay in MXFP4 lie in a third one.
+//! The trained rows of a frozen table are a tensor of their own in the flat range.
 
 mod counts;
 mod delta;
+mod file_rows;
 mod frozen;
 mod interleaved;
+mod role;
+mod token_rows;
 
+use self::file_rows::FileRows;
 use self::interleaved::Interleaved;
 use super::family::{ExpertFiles, MoeNames, Names, Orientation, SharedNames};
 use super::layer_shape::{Attn, AttnKind, Ffn, LayerShape, Mlp, Moe, NormKind, NormSpec, QkSpan, SharedExpertShape};
@@ -17,6 +22,8 @@ use super::shape::ModelShape;
 use crate::device::CORRECTION_PARTS;
 use std::fmt::Display;
 use std::ops::Range;
+
+pub(crate) use self::role::{HEAD, Role};
 
 /// Every tensor starts at a multiple of this many elements; the padding between is zero and stays zero.
 pub(crate) const TENSOR_ALIGN_ELEMS: usize = 128;
@@ -26,9 +33,6 @@ pub(crate) const FLAT_ALIGN_ELEMS: usize = crate::optim::norm::BLOCK;
 /// Name in files of the correction of a router's scores.
 const CORRECTION: &str = "e_score_correction_bias";
 
-/// Name in this program of an output matrix that is not the token embedding.
-pub(crate) const HEAD: &str = "lm_head";
-
 /// A step of the forward and of the backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Module {
@@ -37,130 +41,6 @@ pub enum Module {
     Layer(usize),
     /// Final norm, output matrix and loss.
     Head,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Role {
-    /// Token embedding `[vocab, channels]`.
-    Wte,
-    /// Position embedding `[max_positions, channels]`.
-    Wpe,
-    /// Weight of the norm before attention `[channels]`.
-    AttnNorm,
-    /// Bias of the norm before attention `[channels]`.
-    AttnNormBias,
-    /// Weight of the norm after attention `[channels]`.
-    PostAttnNorm,
-    /// Bias of the norm after attention `[channels]`.
-    PostAttnNormBias,
-    /// Fused query, key and value rows `[(heads + 2 kv_heads) head_dim, channels]`. With a gated softmax, and with a gated delta rule
-    /// without [`Role::DeltaGate`], rows of gates come first, as many as the output has channels.
-    Qkv,
-    QkvBias,
-    /// Norm of queries `[head_dim]` or `[heads head_dim]`.
-    QNorm,
-    /// Norm of keys `[head_dim]` or `[kv_heads head_dim]`.
-    KNorm,
-    /// Sink score of each query head `[heads]`.
-    Sinks,
-    /// Gate of a gated delta rule's output `[heads head_dim, channels]`.
-    DeltaGate,
-    /// Decay of a gated delta rule `[heads, channels]`; without [`Role::DeltaStrength`], `heads` rows of the strength follow.
-    DeltaDecay,
-    /// Strength of a gated delta rule's updates `[heads, channels]`.
-    DeltaStrength,
-    /// Taps of the short convolution of queries, keys and values `[(heads + 2 kv_heads) head_dim, 4]`.
-    DeltaConv,
-    /// Logarithm of each head's rate of decay `[heads]`.
-    DeltaRate,
-    /// Bias of each head's decay `[heads]`.
-    DeltaDecayBias,
-    /// Weight of the gated norm of each head `[head_dim]`.
-    DeltaNorm,
-    /// Output projection of attention `[channels, heads head_dim]`.
-    AttnOut,
-    /// Bias of the output projection `[channels]`.
-    AttnOutBias,
-    /// Weight of the norm before the MLP `[channels]`.
-    MlpNorm,
-    /// Bias of the norm before the MLP `[channels]`.
-    MlpNormBias,
-    /// Weight of the norm after the MLP `[channels]`.
-    PostMlpNorm,
-    /// Bias of the norm after the MLP `[channels]`.
-    PostMlpNormBias,
-    /// Router of the experts `[experts, channels]`.
-    Router,
-    /// Bias of the router `[experts]`.
-    RouterBias,
-    /// Correction of the experts' scores, in three parts `[3 experts]`: see [`super::correction`].
-    Correction,
-    /// First matrix of the shared expert, fused gate and up rows `[2 width, channels]`.
-    SharedIn,
-    /// Second matrix of the shared expert `[channels, width]`.
-    SharedOut,
-    /// Gate of the shared expert `[1, channels]`.
-    SharedGate,
-    /// First matrix of the MLP: fused gate and up rows `[2 ffn, channels]`, or `[ffn, channels]`; the matrices of several experts are
-    /// concatenated by rows.
-    MlpIn,
-    MlpInBias,
-    /// Second matrix of the MLP `[channels, ffn]`; the matrices of several experts are concatenated by rows.
-    MlpOut,
-    /// Bias of the second matrix `[channels]`.
-    MlpOutBias,
-    /// Weight of the final norm `[channels]`.
-    FinalNorm,
-    /// Bias of the final norm `[channels]`.
-    FinalNormBias,
-    /// Output matrix `[vocab, channels]` if it is not the token embedding.
-    LmHead,
-}
-
-impl Role {
-    pub(super) fn name(self, gated: bool) -> &'static str {
-        match (self, gated) {
-            (Self::Wte, _) => "wte",
-            (Self::Wpe, _) => "wpe",
-            (Self::AttnNorm, _) => "attn_norm",
-            (Self::AttnNormBias, _) => "attn_norm.bias",
-            (Self::PostAttnNorm, _) => "post_attn_norm",
-            (Self::PostAttnNormBias, _) => "post_attn_norm.bias",
-            (Self::Qkv, _) => "attn.qkv",
-            (Self::QkvBias, _) => "attn.qkv.bias",
-            (Self::QNorm, _) => "attn.q_norm",
-            (Self::KNorm, _) => "attn.k_norm",
-            (Self::DeltaGate, _) => "attn.gate",
-            (Self::DeltaDecay, _) => "attn.decay",
-            (Self::DeltaStrength, _) => "attn.strength",
-            (Self::DeltaConv, _) => "attn.conv",
-            (Self::DeltaRate, _) => "attn.rate",
-            (Self::DeltaDecayBias, _) => "attn.decay.bias",
-            (Self::DeltaNorm, _) => "attn.norm",
-            (Self::AttnOut, _) => "attn.out",
-            (Self::AttnOutBias, _) => "attn.out.bias",
-            (Self::MlpNorm, _) => "mlp_norm",
-            (Self::MlpNormBias, _) => "mlp_norm.bias",
-            (Self::PostMlpNorm, _) => "post_mlp_norm",
-            (Self::PostMlpNormBias, _) => "post_mlp_norm.bias",
-            (Self::Router, _) => "mlp.router",
-            (Self::RouterBias, _) => "mlp.router.bias",
-            (Self::Correction, _) => "mlp.router.correction",
-            (Self::SharedIn, _) => "mlp.shared.gate_up",
-            (Self::SharedOut, _) => "mlp.shared.down",
-            (Self::SharedGate, _) => "mlp.shared.gate",
-            (Self::Sinks, _) => "attn.sinks",
-            (Self::MlpIn, true) => "mlp.gate_up",
-            (Self::MlpIn, false) => "mlp.up",
-            (Self::MlpInBias, true) => "mlp.gate_up.bias",
-            (Self::MlpInBias, false) => "mlp.up.bias",
-            (Self::MlpOut, _) => "mlp.down",
-            (Self::MlpOutBias, _) => "mlp.down.bias",
-            (Self::FinalNorm, _) => "final_norm",
-            (Self::FinalNormBias, _) => "final_norm.bias",
-            (Self::LmHead, _) => HEAD,
-        }
-    }
 }
 
 /// Initial values of a tensor under `--init random`.
@@ -201,12 +81,24 @@ pub struct HfPart {
     pub(crate) split: bool,
     /// The order of rows in the file, if it is not the table's.
     pub(crate) interleaved: Option<Interleaved>,
+    /// The place of these rows in a tensor of the file that has further rows.
+    pub(crate) file_rows: Option<FileRows>,
 }
 
 impl HfPart {
     /// The file's tensor `name`, whose rows are those from `row_start` on.
     fn plain(name: String, row_start: usize, rows: usize) -> Self {
-        Self { name, row_start, rows, transposed: false, stacked: None, either_way: false, split: false, interleaved: None }
+        Self {
+            name,
+            row_start,
+            rows,
+            transposed: false,
+            stacked: None,
+            either_way: false,
+            split: false,
+            interleaved: None,
+            file_rows: None,
+        }
     }
 
     /// Row in the table's part of row `row` of the file's tensor.
@@ -284,7 +176,7 @@ impl TensorSpec {
 
     /// The shape of `part` in its file.
     pub fn part_shape(&self, part: &HfPart) -> Vec<usize> {
-        let rows = part.matrices().1;
+        let rows = part.file_rows.map_or(part.matrices().1, |rows| rows.all);
         let one = match (self.shape.get(1), part.transposed) {
             (None, _) => vec![rows],
             (Some(&cols), false) => vec![rows, cols],
@@ -317,7 +209,15 @@ pub struct TensorTable {
 impl TensorTable {
     /// The table of `shape`.
     pub fn new(shape: &ModelShape) -> Self {
-        let mut builder = TableBuilder { shape, names: shape.family.spec().names, specs: Vec::new(), end: 0, frozen_end: 0, packed_end: 0 };
+        let mut builder = TableBuilder {
+            shape,
+            names: shape.family.spec().names,
+            specs: Vec::new(),
+            row_tensors: 0,
+            end: 0,
+            frozen_end: 0,
+            packed_end: 0,
+        };
         let mut module_starts = vec![0];
         builder.head();
         module_starts.push(builder.end);
@@ -326,7 +226,7 @@ impl TensorTable {
             module_starts.push(builder.end);
         }
         builder.embed();
-        module_starts.push(builder.end.next_multiple_of(FLAT_ALIGN_ELEMS));
+        module_starts.push(builder.end.max(token_rows::least_elems(shape)).next_multiple_of(FLAT_ALIGN_ELEMS));
         let longest_streamed = longest(&module_starts);
         let (frozen, specs): (Vec<_>, _) = builder.specs.into_iter().partition(|spec| spec.frozen);
         let (packed, frozen) = frozen.into_iter().partition(|spec| spec.packed);
@@ -427,6 +327,8 @@ struct TableBuilder<'a> {
     names: &'static Names,
     /// All tensors.
     specs: Vec<TensorSpec>,
+    /// Tensors of rows among them.
+    row_tensors: usize,
     end: usize,
     /// End of the range of frozen tensors.
     frozen_end: usize,
@@ -441,7 +343,7 @@ impl TableBuilder<'_> {
             _ => role.name(false).to_string(),
         };
         let decay = shape.len() == 2 || matches!(role, Role::Sinks | Role::DeltaRate);
-        let (index, frozen, experts_path) = (self.specs.len(), self.shape.frozen.contains(&name), None);
+        let (index, frozen, experts_path) = (self.specs.len() - self.row_tensors, self.shape.frozen.contains(&name), None);
         let packed = frozen && self.shape.packs_experts && files.iter().all(HfPart::may_be_packed);
         let end = match (frozen, packed) {
             (_, true) => &mut self.packed_end,
@@ -495,7 +397,7 @@ impl TableBuilder<'_> {
         let Names { prefix, head, final_norm, .. } = *self.names;
         let ModelShape { vocab, channels, tied, final_norm: norm, .. } = *self.shape;
         if !tied {
-            self.whole(Module::Head, Role::LmHead, vec![vocab, channels], self.matrix_init(), head.into());
+            self.table(Module::Head, [Role::LmHead, Role::LmHeadRows], [vocab, channels], head.into());
         }
         self.norm(Module::Head, norm, (Role::FinalNorm, Role::FinalNormBias), Some(format!("{prefix}{final_norm}")));
     }
@@ -642,7 +544,7 @@ impl TableBuilder<'_> {
     fn embed(&mut self) {
         let Names { prefix, wte, .. } = *self.names;
         let ModelShape { vocab, channels, max_positions, learned_positions, .. } = *self.shape;
-        self.whole(Module::Embed, Role::Wte, vec![vocab, channels], self.matrix_init(), format!("{prefix}{wte}.weight"));
+        self.table(Module::Embed, [Role::Wte, Role::WteRows], [vocab, channels], format!("{prefix}{wte}.weight"));
         if learned_positions {
             self.whole(Module::Embed, Role::Wpe, vec![max_positions, channels], self.matrix_init(), format!("{prefix}wpe.weight"));
         }

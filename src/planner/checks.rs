@@ -80,6 +80,11 @@ pub(super) fn check_ranks(request: &Request, layout: &BucketLayout) -> Result<()
              --processes 1"
         ))),
         WeightsChoice::Flow => Err(Error::usage(format!("--weights flow cannot be combined with {all}: use --weights sharded"))),
+        _ if layout.flat_elems() / BLOCK < ranks => Err(Error::usage(format!(
+            "{all}: the trained tensors have {} elements, too few blocks of {BLOCK} for each to own one; train more tensors, or \
+             use fewer devices",
+            layout.flat_elems()
+        ))),
         _ if layout.bucket_elems() / BLOCK < ranks => Err(Error::usage(format!(
             "{all}: a bucket of {} elements has too few blocks of {BLOCK} for each to own one; use a larger --bucket-mib",
             layout.bucket_elems()

@@ -108,6 +108,9 @@ impl Plan {
         let (trained, all) = (self.trained_params(), self.params());
         let [trained, frozen] = [trained, all - trained].map(|params| params as f64 / 1e6);
         writeln!(f, "  frozen      {frozen:.2} M parameters, which have weights alone; {trained:.2} M parameters are trained")?;
+        if let Some(line) = self.recipe.model.describe_trained_tokens() {
+            writeln!(f, "  tokens      {line}")?;
+        }
         let (table, width) = (TensorTable::new(&self.recipe.model), self.recipe.numerics.dtype.bytes());
         let [packed, expanded] = [table.packed_bytes(), width * table.expanded_elems()].map(|bytes| Bytes(bytes as u64));
         match table.packed() {

@@ -588,7 +588,7 @@ fn gpt_oss_120b_fits_one_gpu_if_its_experts_stay_in_mxfp4() {
     }
     let freeze = vec![r"mlp\.experts\..*_proj$".to_string()];
     let settings = Settings { per_device_train_batch_size: 4, seq_length: 4096, freeze, ..settings() };
-    let shape = settings.freezing(presets::shape(Path::new("gpt-oss-120b")).unwrap()).unwrap();
+    let shape = settings.freezing(presets::shape(Path::new("gpt-oss-120b")).unwrap(), None).unwrap();
     let plan = fitting(&shape, &settings);
     let (layer, layers) = (128 * (5760 + 2880) * 2880, 36);
     let class = |name| plan.forecast.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);

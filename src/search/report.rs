@@ -383,7 +383,7 @@ mod tests {
     #[test]
     fn a_save_has_the_states_of_trained_tensors_alone() {
         let settings = Settings { train_only: vec![r"layers\.3\.".into()], seq_length: 1024, ..Settings::default() };
-        let shape = settings.freezing(presets::shape(Path::new("qwen3-4b")).unwrap().with_layers(4)).unwrap();
+        let shape = settings.freezing(presets::shape(Path::new("qwen3-4b")).unwrap().with_layers(4), None).unwrap();
         let (profile, request) = (Profile::load("h200-pcie5").unwrap(), settings.request(&shape));
         let machine = Machine::of(&profile);
         let report = SearchReport::of(SearchQuery::new(&request, &machine), ("qwen3-4b", 0), &profile, None).unwrap();

@@ -17,7 +17,8 @@ impl StepFlops {
     /// FLOPs of a pass over `documents` (number of documents by length in tokens), in which layers keep the activations of `policies`.
     pub(crate) fn of(shape: &ModelShape, documents: &BTreeMap<usize, usize>, policies: &[LayerPolicy]) -> Self {
         let table = TensorTable::new(shape);
-        let (model, all_trained) = (shape.flops_by(&table, documents), ModelShape { frozen: BTreeSet::new(), ..shape.clone() });
+        let (model, all_trained) =
+            (shape.flops_by(&table, documents), ModelShape { frozen: BTreeSet::new(), trained_tokens: None, ..shape.clone() });
         let all = if shape.frozen.is_empty() { &table } else { &TensorTable::new(&all_trained) };
         let tokens: usize = documents.iter().map(|(length, count)| length * count).sum();
         let output_matrix = 6.0 * (shape.vocab * shape.channels) as f64 * tokens as f64;

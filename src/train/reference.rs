@@ -34,8 +34,8 @@ pub(super) fn weights(settings: &Settings, shape: &ModelShape, stop: &StopFlag) 
     let dir = HubQuery { with_weights: true, stop, emit: &mut |_| () }.model(model)?;
     expect_exists(&dir)?;
     let weights = ModelWeights::open(&dir, &ModelShape::read(&ModelDir::open(&dir)?.file(CONFIG)?)?)?;
-    let ModelShape { frozen, packs_experts, init_std, ignored_dropout, media_tokens, .. } = shape.clone();
-    let same = ModelShape { frozen, packs_experts, init_std, ignored_dropout, media_tokens, ..weights.shape().clone() };
+    let ModelShape { frozen, trained_tokens, packs_experts, init_std, ignored_dropout, media_tokens, .. } = shape.clone();
+    let same = ModelShape { frozen, trained_tokens, packs_experts, init_std, ignored_dropout, media_tokens, ..weights.shape().clone() };
     let given = format!("--reference {}", printable(dir.display()));
     if same != *shape {
         return Err(Error::usage(format_args!(

@@ -21,6 +21,7 @@ use crate::recipe::Recipe;
 use crate::recipe::part::RunPart;
 use serde::Deserialize;
 use serde_json::Value;
+use std::ops::Range;
 use std::path::Path;
 
 /// The checkpoint to go on from, which passes `check`; `None`: from the start.
@@ -79,9 +80,20 @@ pub(super) fn expect_sources(settings: &Settings, loaded: &Loaded) -> Result<()>
 /// `then`, the model of a checkpoint, in the format of `settings`, if they freeze the same tensors.
 ///
 /// # Errors
-/// Errors of [`Settings::freezing`]; `Usage` with a tensor that is frozen then or now alone.
+/// Errors of [`Settings::freezing`]; `Usage` with a tensor that is frozen then or now alone, and for other trained tokens.
 pub(super) fn expect_frozen(settings: &Settings, then: ModelShape) -> Result<ModelShape> {
-    let now = settings.freezing(then.clone())?;
+    let now = settings.freezing(then.clone(), settings.model.as_deref())?;
+    if then.trained_tokens != now.trained_tokens {
+        let words = |shape: &ModelShape| {
+            let rows = |tokens: &Range<usize>| format!("trained for the tokens {}..{} alone", tokens.start, tokens.end);
+            shape.trained_tokens.as_ref().map_or("not restricted to a range of tokens".to_string(), rows)
+        };
+        let (was, is) = (words(&then), words(&now));
+        return Err(Error::usage(format!(
+            "--train-tokens: rows of the token embedding were {was} when the checkpoint was made and are {is} now; a checkpoint has the \
+             states of its trained rows alone: use its --train-tokens, or export it and start a new run from the export"
+        )));
+    }
     let Some(name) = then.frozen.symmetric_difference(&now.frozen).next() else { return Ok(now) };
     let words = |shape: &ModelShape| if shape.frozen.contains(name) { "frozen" } else { "trained" };
     let (was, is) = (words(&then), words(&now));

@@ -70,7 +70,8 @@ impl ModelSource {
     /// The model of `settings`, and of the checkpoint that the run goes on from. Weights are checked as far as can be without reading them.
     fn find(settings: &Settings, resumed: Option<&Loaded>, stop: &StopFlag) -> Result<Self> {
         let Some(dir) = &settings.model else {
-            let (shape, files) = (settings.freezing(ModelShape::demo())?, vec![(CONFIG.to_string(), DEMO_CONFIG.as_bytes().to_vec())]);
+            let (shape, files) =
+                (settings.freezing(ModelShape::demo(), None)?, vec![(CONFIG.to_string(), DEMO_CONFIG.as_bytes().to_vec())]);
             frozen::expect_weights(&shape, false)?;
             let reference = reference::weights(settings, &shape, stop)?;
             return Ok(Self { shape, files, weights: None, reference, carrier: None });
@@ -78,7 +79,7 @@ impl ModelSource {
         let shape = ModelShape::read(&ModelDir::open(dir)?.file(CONFIG)?)?;
         let (files, open) = (weights::model_files(dir, shape.family)?, |shape: &ModelShape| ModelWeights::open(dir, shape));
         if let Some(loaded) = resumed {
-            let shape = resume::expect_frozen(settings, loaded.as_trained(shape))?;
+            let shape = resume::expect_frozen(settings, loaded.as_trained(shape)?)?;
             let carrier = frozen::carrier(loaded, &shape, || open(&shape))?;
             return Ok(Self { carrier, shape, files, weights: None, reference: None });
         }
@@ -88,7 +89,7 @@ impl ModelSource {
             let remedy = "use --init checkpoint, or the architecture of the text model alone";
             return Err(Error::usage(format!("--init random: an export of {architecture} has more tensors than training makes; {remedy}")));
         }
-        let shape = settings.freezing(weights.as_ref().map_or(shape, |weights| weights.shape().clone()))?;
+        let shape = settings.freezing(weights.as_ref().map_or(shape, |weights| weights.shape().clone()), Some(dir))?;
         frozen::expect_weights(&shape, weights.is_some())?;
         let weights = weights.map(|weights| weights.freezing(shape.clone())).transpose()?;
         let reference = reference::weights(settings, &shape, stop)?;
@@ -169,6 +170,7 @@ pub(super) fn prepare<'a>(
     launch.chosen.rates_from.as_ref().and_then(SelectedProfile::unsteady).iter().for_each(|line| observer.warn(line));
     let source = ModelSource::find(settings, resumed.as_ref(), stop)?;
     source.weights.as_ref().and_then(ModelWeights::note).iter().for_each(|line| observer.warn(line));
+    source.shape.describe_trained_tokens().iter().for_each(|line| observer.note(&format!("tokens  {line}")));
     check_context(settings, &source.shape, settings.model.as_deref().unwrap_or(Path::new("the built-in model")))?
         .iter()
         .for_each(|line| observer.warn(line));

@@ -1,6 +1,6 @@
 """Writes the golden values of tests/parity.rs: tiny random models of every family, trained for ten steps by PyTorch.
 
-Made with torch 2.15.0, transformers 5.23.0 (ministral3, glm4_moe, dots1, qwen2_moe, qwen3_weighted, qwen3_5, qwen3_5_moe, qwen3_next, frozen ones: 5.24.0) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
+Made with torch 2.15.0, transformers 5.23.0 (ministral3, glm4_moe, dots1, qwen2_moe, qwen3_weighted, qwen3_5, qwen3_5_moe, qwen3_next, frozen ones, tokens ones: 5.24.0), peft 0.21.2 (tokens ones) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
 
     python generate.py [FAMILY...]
 
@@ -9,6 +9,7 @@ golden.safetensors:
     tokens, targets     int32 [steps, batch, sequence]
     weights             float32 [steps, batch, sequence], of the targets, in weighted families
     freeze              uint8, lines with the expressions of --freeze, in families with frozen parameters
+    trained_tokens      int64 [2], the range of --train-tokens, in families with trained rows of frozen tables
     documents           int32 [steps, batch, sequence], where in its row each token's document begins, in packed families
     logits              float32 [batch, sequence, vocabulary], before the first step
     loss, grad_norm     float64 [steps], at the start of each step; the norm before clipping
@@ -211,6 +212,12 @@ FAMILIES["frozen_tied"] = FAMILIES["qwen3"]
 FAMILIES["frozen_moe"] = FAMILIES["qwen3_moe"]
 FAMILIES["frozen_gpt_oss"] = FAMILIES["gpt_oss"]
 FAMILIES["frozen_delta"] = FAMILIES["qwen3_5"]
+# Ranges of tokens whose rows alone are trained, by PEFT's trainable_token_indices. Expressions of FROZEN choose among the other parameters; without
+# any, all are frozen.
+TOKENS = {"tokens": (37, 53), "tokens_tied": (30, 41)}
+FROZEN["tokens"] = [r"layers\.0\.", r"norm"]
+FAMILIES["tokens"] = FAMILIES["llama"]
+FAMILIES["tokens_tied"] = FAMILIES["qwen3"]
 # The factor on the loss that balances experts.
 BALANCE = {"qwen3_moe_balanced": 2.0}
 
@@ -300,6 +307,27 @@ def freeze(model, expressions):
     assert all(any(re.search(expression, name) for name, _ in model.named_parameters()) for expression in expressions)
 
 
+def train_rows(model, tokens, expressions):
+    """The model with trained rows of its embedding and its output matrix, by PEFT. Its LoRA is the identity, and is not trained."""
+    import peft
+
+    indices = list(range(*tokens))
+    tables = ["embed_tokens"] if model.config.tie_word_embeddings else ["embed_tokens", "lm_head"]
+    others = [name for name, _ in model.named_parameters() if not any(table in name for table in tables)]
+    trained = {name for name in others if expressions and not any(re.search(expression, name) for expression in expressions)}
+    config = peft.LoraConfig(r=1, target_modules=["o_proj"], trainable_token_indices={table: indices for table in tables})
+    model = peft.get_peft_model(model, config).eval()
+    found = set()
+    for name, parameter in model.named_parameters():
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        found |= {plain} & trained
+        parameter.requires_grad_("trainable_tokens_delta" in name or plain in trained)
+    assert found == trained
+    deltas = [parameter.shape for name, parameter in model.named_parameters() if "trainable_tokens_delta" in name]
+    assert deltas == [(len(indices), model.config.hidden_size)] * len(tables), deltas
+    return model
+
+
 def weighted_mean(logits, targets, weights):
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.long().flatten(), reduction="none")
     return (weights.flatten() * losses).sum() / weights.sum()
@@ -361,7 +389,10 @@ def generate(family, root):
         weights = units.clamp(0, 4096).float() / 4096
     # The saved directory is what gets trained: it must hold everything.
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
-    freeze(model, FROZEN.get(family, []))
+    if family in TOKENS:
+        model = train_rows(model, TOKENS[family], FROZEN.get(family, []))
+    else:
+        freeze(model, FROZEN.get(family, []))
     balance = BALANCE.get(family, 0.0)
     if lengths:
         lengths = [[lengths[(step * BATCH + row) % len(lengths)] for row in range(BATCH)] for step in range(STEPS)]
@@ -372,6 +403,9 @@ def generate(family, root):
     if weights is not None:
         golden["weights"] = weights
     golden |= dict(loss=torch.tensor(losses, dtype=torch.float64), grad_norm=torch.tensor(norms, dtype=torch.float64))
+    if family in TOKENS:
+        golden["trained_tokens"] = torch.tensor(TOKENS[family], dtype=torch.int64)
+        model = model.merge_and_unload()
     if family in FROZEN:
         golden["freeze"] = torch.frombuffer(bytearray("\n".join(FROZEN[family]), "utf-8"), dtype=torch.uint8)
     if balance:

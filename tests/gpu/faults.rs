@@ -123,6 +123,7 @@ const WRONG_CALLS: [(&str, WrongCall); 31] = [
             positions: tokens(memory, 4),
             dout: part(memory, 1, 15, FP32),
             dwte: part(memory, 2, 12, FP32),
+            first_token: 0,
             accumulate_wte: false,
             dwpe: None,
             accumulate_wpe: false,

@@ -14,6 +14,8 @@ class Settings(TypedDict, total=False):
     """Tensors to freeze: a regular expression for names in the model's files; repeatable [default: none]."""
     train_only: str | int | float | Sequence[str | int | float]
     """Tensors to train, all others are frozen: a regular expression for names; repeatable [default: all]."""
+    train_tokens: str | int | float
+    """Tokens whose rows alone of embedding and output matrix are trained [default: none]."""
     init: Literal["random", "checkpoint"]
     """Source of the initial weights [default: checkpoint with --model, else random]."""
     eval_data: str | PathLike[str] | Sequence[str | PathLike[str]]

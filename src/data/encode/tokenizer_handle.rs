@@ -170,6 +170,11 @@ impl Tokenizer {
         self.facts.end_token.as_deref()
     }
 
+    /// Ids of tokens that the tokenizer has beside its vocabulary, ascending.
+    pub(crate) fn added_ids(&self) -> &[u32] {
+        &self.facts.added_ids
+    }
+
     /// Token ids at the beginning of each document, most often none or one.
     pub fn begin_of_text(&self) -> &[u32] {
         &self.facts.begin_of_text

@@ -24,6 +24,8 @@ pub(in crate::data) struct Facts {
     pub(in crate::data) begin_of_text: Vec<u32>,
     /// Checksum of tokens that files beside `tokenizer.json` add; empty where they add none.
     pub(in crate::data) added: String,
+    /// Ids of added tokens that are no words of the tokenizer's model, ascending.
+    pub(in crate::data) added_ids: Vec<u32>,
 }
 
 impl Facts {
@@ -36,6 +38,7 @@ impl Facts {
         writer.text(self.end_token.as_deref().unwrap_or_default());
         writer.ids(&self.begin_of_text);
         writer.text(&self.added);
+        writer.ids(&self.added_ids);
         writer.into_bytes()
     }
 
@@ -47,7 +50,7 @@ impl Facts {
         }
         let (vocab_size, end_of_text) = (parts.number()?, parts.ids()?.first().copied());
         let (has_token, token) = (parts.number()? != 0, parts.text()?.to_string());
-        let (begin_of_text, added) = (parts.ids()?, parts.text()?.into());
-        Some(Ok(Self { vocab_size, end_of_text, end_token: has_token.then_some(token), begin_of_text, added }))
+        let (begin_of_text, added, added_ids) = (parts.ids()?, parts.text()?.into(), parts.ids()?);
+        Some(Ok(Self { vocab_size, end_of_text, end_token: has_token.then_some(token), begin_of_text, added, added_ids }))
     }
 }

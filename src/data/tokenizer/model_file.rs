@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::model_dir::ModelDir;
 use serde_json::Value;
 use std::path::PathBuf;
+use tokenizers::Model;
 
 /// The parts of `tokenizer.json`.
 struct ParsedFile {
@@ -41,9 +42,19 @@ pub(in crate::data) fn read_model(
     if vocab_size > VOCAB_MAX {
         return Err(refuse(format!("it has id {}: ids are below {VOCAB_MAX}", vocab_size - 1)));
     }
+    let added_ids = added_ids(&tokenizer);
     let model = TokenizerModel::new(path, tokenizer, growth);
-    let facts = Facts { vocab_size, end_of_text, end_token, begin_of_text, added: added.identity() };
+    let facts = Facts { vocab_size, end_of_text, end_token, begin_of_text, added: added.identity(), added_ids };
     Ok((LocalKind::Model(Box::new(model)), facts))
+}
+
+/// The ids of added tokens that are no words of the tokenizer's model, ascending.
+fn added_ids(tokenizer: &tokenizers::Tokenizer) -> Vec<u32> {
+    let added = tokenizer.get_added_vocabulary().get_added_tokens_decoder();
+    let mut ids: Vec<u32> =
+        added.iter().filter(|(_, token)| tokenizer.get_model().token_to_id(&token.content).is_none()).map(|(id, _)| *id).collect();
+    ids.sort_unstable();
+    ids
 }
 
 /// The tokenizer with the file content `bytes` alone, in this process: for fuzzers.

@@ -39,7 +39,7 @@ impl Kernel for Embed {
 }
 
 /// Gradients of [`Embed`]: rows of `dwte` and `dwpe` sum the rows of `dout` that used them. Unused rows become zero, or keep their value
-/// with accumulation.
+/// with accumulation. Tokens without a row in `dwte` have no part in it.
 #[derive(Clone, Copy, Debug)]
 pub struct EmbedBackward {
     /// int32 `[T]`
@@ -48,8 +48,10 @@ pub struct EmbedBackward {
     pub positions: DeviceSlice,
     /// Gradient of the output, `[T, channels]`.
     pub dout: DeviceSlice,
-    /// `[vocabulary, channels]`
+    /// `[tokens, channels]`, the rows of successive tokens.
     pub dwte: DeviceSlice,
+    /// The token of the first row of `dwte`.
+    pub first_token: usize,
     /// Adds to `dwte`.
     pub accumulate_wte: bool,
     /// `[positions, channels]`, if there is a position embedding.

@@ -17,7 +17,7 @@ impl TensorSpec {
 impl TensorTable {
     /// Number of parameters, trained and frozen, without padding.
     pub fn params(&self) -> usize {
-        self.all().map(TensorSpec::elems).sum()
+        self.all().filter(|spec| spec.first_token().is_none()).map(TensorSpec::elems).sum()
     }
 
     /// Number of trained parameters, without padding.
@@ -35,7 +35,19 @@ impl TensorTable {
     pub(in crate::model) fn multiplied_params(&self) -> [usize; 3] {
         let counts: [fn(&Self, &TensorSpec) -> bool; 3] =
             [|_, _| true, |table, spec| table.runs_backward(table.reads(spec)), |_, spec| !spec.frozen];
-        counts.map(|counts| self.product_matrices().filter(|spec| counts(self, spec)).map(TensorSpec::multiplied_elems).sum())
+        let [forward, to_input, to_weight] =
+            counts.map(|counts| self.product_matrices().filter(|spec| counts(self, spec)).map(TensorSpec::multiplied_elems).sum());
+        [forward, to_input, to_weight + self.output_rows().map_or(0, TensorSpec::elems)]
+    }
+
+    /// The trained rows of a frozen output matrix.
+    fn output_rows(&self) -> Option<&TensorSpec> {
+        self.find(Module::Head, Role::LmHeadRows).or_else(|| self.find(Module::Embed, Role::WteRows).filter(|_| self.is_tied()))
+    }
+
+    /// Whether the output matrix is the token embedding.
+    fn is_tied(&self) -> bool {
+        self.find(Module::Head, Role::LmHead).is_none()
     }
 
     /// The module that multiplies by the matrix `spec`.
@@ -45,8 +57,8 @@ impl TensorTable {
 
     /// The matrices `[out, in]` of the matrix products: see [`TensorTable::matmul_params`].
     pub(crate) fn product_matrices(&self) -> impl Iterator<Item = &TensorSpec> {
-        let tied = self.find(Module::Head, Role::LmHead).is_none();
-        let is_other = |spec: &TensorSpec| matches!(spec.role, Role::Wpe | Role::DeltaConv);
+        let tied = self.is_tied();
+        let is_other = |spec: &TensorSpec| matches!(spec.role, Role::Wpe | Role::DeltaConv | Role::WteRows | Role::LmHeadRows);
         let counts = move |spec: &&TensorSpec| spec.shape.len() == 2 && !is_other(spec) && (tied || spec.role != Role::Wte);
         self.all().filter(counts)
     }

@@ -86,6 +86,37 @@ fn frozen_tensors_change_no_bit_of_other_gradients_in_fp8() {
     }
 }
 
+/// The rows of a range of tokens have the gradients that they have where the whole tables are trained.
+fn expect_gradients_of_rows<E: Element>(name: &str, shape: &ModelShape, seed: u64) {
+    let tokens = [30..50, 3..62, 63..64, 0..shape.vocab][seed as usize % 4].clone();
+    let tokens = if shape.vocab < 64 { 1..4 } else { tokens };
+    let mut frozen = choose(shape, seed);
+    let tables = if shape.tied { &["wte"][..] } else { &["wte", "lm_head"] };
+    frozen.extend(tables.iter().map(|table| table.to_string()));
+    let (loss, all) = gradients::<E>(shape, false, seed);
+    let (loss_of_rows, trained) =
+        gradients::<E>(&ModelShape { frozen, trained_tokens: Some(tokens.clone()), ..shape.clone() }, false, seed);
+    assert_eq!(loss, loss_of_rows, "{name}");
+    let row = shape.channels * E::DTYPE.bytes();
+    for (tensor, have) in &trained {
+        let table = tensor.strip_suffix(".rows");
+        let (_, want) = all.iter().find(|(name, _)| name == table.unwrap_or(tensor)).unwrap();
+        let want = if table.is_some() { &want[tokens.start * row..tokens.end * row] } else { want };
+        assert!(have == want, "{name}: {tensor}, tokens {tokens:?}");
+    }
+    assert_eq!(trained.iter().filter(|(tensor, _)| tensor.ends_with(".rows")).count(), tables.len(), "{name}");
+}
+
+#[test]
+fn rows_of_some_tokens_have_the_gradients_of_the_whole_tables() {
+    for (nth, (name, shape)) in shapes().into_iter().enumerate() {
+        expect_gradients_of_rows::<f32>(&name, &shape, nth as u64);
+    }
+    for (nth, name) in ["llama", "qwen3", "gpt2", "gemma2"].into_iter().enumerate() {
+        expect_gradients_of_rows::<half::bf16>(name, &golden_shape(name), nth as u64);
+    }
+}
+
 #[test]
 fn the_lowest_trained_module_is_the_last_of_the_backward_pass() {
     let shape = golden_shape("llama");
@@ -127,6 +158,21 @@ fn products_of_frozen_matrices_and_below_the_lowest_trained_tensor_do_not_count(
     let products = (2 * (3 * matrices - 2 * lowest - head) * 64 * 3) as f64;
     assert_eq!(shape.flops_of(documents), products + scores(&shape));
     assert_eq!((whole.output_flops(), shape.output_flops()), (6.0 * head as f64, 4.0 * head as f64));
+}
+
+#[test]
+fn rows_of_some_tokens_count_once_as_parameters_and_in_products() {
+    for (name, tables) in [("llama", 2), ("qwen3", 1)] {
+        let shape = golden_shape(name);
+        let frozen = TensorTable::new(&shape).specs().iter().map(|spec| spec.name.clone()).collect();
+        let some = ModelShape { frozen, trained_tokens: Some(5..8), ..shape.clone() };
+        let (whole, table) = (TensorTable::new(&shape), TensorTable::new(&some));
+        assert_eq!((table.params(), table.trained_params()), (whole.params(), tables * 3 * shape.channels), "{name}");
+        let products = whole.multiplied_params()[0];
+        assert_eq!(table.multiplied_params(), [products, products, 3 * shape.channels], "{name}: every layer passes the gradient on");
+        assert_eq!(some.output_flops(), ((4 * shape.vocab + 2 * 3) * shape.channels) as f64, "{name}");
+        assert!(table.modules().all(|module| table.runs_backward(module)), "{name}");
+    }
 }
 
 #[test]

@@ -32,6 +32,9 @@ pub struct SourceTensor {
     pub(crate) shape: Vec<usize>,
     /// The trained tensor that it is, by the name in the family's row; `None` if it is carried.
     pub trained: Option<String>,
+    /// The carried table that it is, by the name in the family's row, if some of its rows are trained.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) trained_rows: Option<String>,
 }
 
 impl SourceTensor {
@@ -65,16 +68,20 @@ impl ModelWeights {
     fn source(&self) -> Result<Vec<SourceTensor>> {
         let parts = self.parts()?;
         let plain = |source: &PartSource<'_>| if let PartSource::Plain(tensor) = source { Some(tensor.name.to_string()) } else { None };
-        let trained = || parts.iter().filter(|(spec, ..)| !spec.frozen);
-        let named = trained().filter_map(|(_, part, source)| Some((plain(source)?, part.name.clone())));
-        let mut names: HashMap<String, String> = named.collect();
-        let embedding = trained().find(|(spec, ..)| spec.role == Role::Wte);
-        if let Some((copy, (_, part, _))) = self.tied_copy().zip(embedding) {
-            names.insert(copy.name.to_string(), part.name.clone());
-        }
+        let names_of = |holds: fn(&TensorSpec) -> bool| -> HashMap<String, String> {
+            let chosen = || parts.iter().filter(|(spec, ..)| !spec.frozen && holds(spec));
+            let mut names: HashMap<_, _> = chosen().filter_map(|(_, part, source)| Some((plain(source)?, part.name.clone()))).collect();
+            let embedding = chosen().find(|(spec, ..)| matches!(spec.role, Role::Wte | Role::WteRows));
+            if let Some((copy, (_, part, _))) = self.tied_copy().zip(embedding) {
+                names.insert(copy.name.to_string(), part.name.clone());
+            }
+            names
+        };
+        let whole = names_of(|spec| spec.first_token().is_none());
+        let rows = names_of(|spec| spec.first_token().is_some());
         let tensor = |name: &str, TensorInfo { dtype, shape, .. }: &TensorInfo| {
-            let (name, trained) = (name.to_string(), names.get(name).cloned());
-            SourceTensor { name, dtype: *dtype, shape: shape.clone(), trained }
+            let (trained, trained_rows) = (whole.get(name).cloned(), rows.get(name).cloned());
+            SourceTensor { name: name.to_string(), dtype: *dtype, shape: shape.clone(), trained, trained_rows }
         };
         Ok(self.in_order().map(|located| tensor(located.name, located.info)).collect())
     }

@@ -236,7 +236,8 @@ impl ModelWeights {
         }
         for (spec, part) in self.table.all().flat_map(|spec| spec.parts().map(move |part| (spec, part))) {
             let (name, bare) = self.names_in_files(&part.name);
-            let mut take = |name: &str| unexpected.remove(name).then(|| self.find(name)).flatten();
+            // Trained rows are part of a frozen table, which takes the tensor.
+            let mut take = |name: &str| (part.file_rows.is_some() || unexpected.remove(name)).then(|| self.find(name)).flatten();
             let plain = [Some(&name), bare.as_ref()].into_iter().flatten().find_map(|name| take(name));
             let packed = PACKED_SUFFIXES.map(|suffix| format!("{name}{suffix}"));
             let [blocks, scales] = packed.each_ref().map(|name| if plain.is_none() && part.may_be_packed() { take(name) } else { None });
@@ -247,6 +248,7 @@ impl ModelWeights {
                     check_packed(blocks, scales, spec, &part)?;
                     parts.push((spec, part, PartSource::Mxfp4 { blocks, scales }));
                 }
+                (None, None) if part.file_rows.is_some() => {}
                 (None, None) => missing.push(name),
             }
         }
@@ -391,7 +393,8 @@ impl Reader {
             PartSource::Plain(tensor) if part.interleaved.is_some() => self.read_rows(part, tensor, (first, cols), write),
             PartSource::Plain(tensor) if part.transposed => self.read_transposed(part, tensor, (first, cols), write),
             PartSource::Plain(tensor) => {
-                self.read_in_order(first, elems, write, |reader, start| tensor.read(start, &mut reader.raw, &mut reader.block))
+                let before = part.file_rows.map_or(0, |rows| rows.first * cols);
+                self.read_in_order(first, elems, write, |reader, start| tensor.read(before + start, &mut reader.raw, &mut reader.block))
             }
             PartSource::Mxfp4 { blocks, scales } => {
                 self.read_in_order(first, elems, write, |reader, start| reader.unpack(blocks, scales, start))

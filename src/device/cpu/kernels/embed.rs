@@ -43,18 +43,19 @@ pub(crate) fn embed<T: Element>(
 impl CpuArithmetic for EmbedBackward {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let (dout, channels) = (memory.read::<T>(self.dout), self.channels);
-        embed_backward(cx, memory.read(self.tokens), dout, memory.write(self.dwte), self.accumulate_wte, channels);
+        embed_backward(cx, (memory.read(self.tokens), self.first_token), dout, memory.write(self.dwte), self.accumulate_wte, channels);
         if let Some(dwpe) = self.dwpe {
-            embed_backward(cx, memory.read(self.positions), dout, memory.write(dwpe), self.accumulate_wpe, channels);
+            embed_backward(cx, (memory.read(self.positions), 0), dout, memory.write(dwpe), self.accumulate_wpe, channels);
         }
     }
 }
 
 /// `dtable[e] (+)=` the sum over the rows of `dout` that used entry `e` of a table, in ascending order and in blocks of [`SUM_BLOCK`].
-/// `entries` holds the entry of each row: its token or its position.
+/// `entries` holds the entry of each row: its token or its position. `dtable` begins with the entry `lowest`, and entries without a place in
+/// it are left out.
 pub(crate) fn embed_backward<T: Element>(
     cx: &mut Compute,
-    entries: &[i32],
+    (entries, lowest): (&[i32], usize),
     dout: &[T],
     dtable: &mut [T],
     accumulate: bool,
@@ -67,7 +68,7 @@ pub(crate) fn embed_backward<T: Element>(
     cx.sorted.sort_unstable();
     let sorted = &cx.sorted;
     cx.team.for_each(Chunks::new(dtable, ROW_BLOCK * channels), |block, dtable| {
-        let first = (block * ROW_BLOCK) as u64;
+        let first = (lowest + block * ROW_BLOCK) as u64;
         let mut rest = &sorted[sorted.partition_point(|key| key >> 32 < first)..];
         for (entry, dtable) in (first..).zip(dtable.chunks_exact_mut(channels)) {
             let (rows, later) = rest.split_at(rest.partition_point(|key| key >> 32 == entry));
@@ -156,7 +157,7 @@ mod tests {
 
     fn backward<T: Element>(cx: &mut Compute, dout: &[T], accumulate: bool) -> Vec<T> {
         let mut dwte = values(4, VOCAB * CHANNELS);
-        embed_backward(cx, &tokens(), dout, &mut dwte, accumulate, CHANNELS);
+        embed_backward(cx, (&tokens(), 0), dout, &mut dwte, accumulate, CHANNELS);
         dwte
     }
 
@@ -172,11 +173,24 @@ mod tests {
         }
     }
 
+    /// Rows of a range of entries have the bits of the same rows of the whole table. The range spans blocks of rows and begins and ends
+    /// between used entries.
+    #[test]
+    fn a_range_of_entries_sums_its_rows_alone() {
+        let dout = values::<f32>(3, tokens().len() * CHANNELS);
+        for (accumulate, range) in [(false, 3..VOCAB), (true, 5..37), (false, 49..50), (true, VOCAB - 2..VOCAB), (false, 51..60)] {
+            let (all, range) = (backward(&mut fastest(), &dout, accumulate), range.start * CHANNELS..range.end * CHANNELS);
+            let mut rows = values(4, VOCAB * CHANNELS)[range.clone()].to_vec();
+            embed_backward(&mut fastest(), (&tokens(), range.start / CHANNELS), &dout, &mut rows, accumulate, CHANNELS);
+            assert_eq!(bits(&rows), bits(&all[range]), "{accumulate}");
+        }
+    }
+
     #[test]
     fn rows_of_one_entry_are_summed_in_blocks() {
         let rows = 2 * SUM_BLOCK + 3;
         let (dout, mut dwte) = (values::<f32>(3, rows * CHANNELS), vec![f32::NAN; CHANNELS]);
-        embed_backward(&mut fastest(), &vec![0; rows], &dout, &mut dwte, false, CHANNELS);
+        embed_backward(&mut fastest(), (&vec![0; rows], 0), &dout, &mut dwte, false, CHANNELS);
         for (channel, got) in dwte.iter().enumerate() {
             let terms: Vec<f32> = dout.iter().skip(channel).step_by(CHANNELS).copied().collect();
             let chain = |terms: &[f32]| terms.iter().fold(0.0f32, |sum, x| sum + x);
@@ -207,7 +221,7 @@ mod tests {
     #[test]
     fn rows_that_no_token_uses_are_not_touched() {
         let (dout, mut dwte) = (vec![1.0f32; tokens().len() * CHANNELS], vec![-0.0f32; VOCAB * CHANNELS]);
-        embed_backward(&mut fastest(), &tokens(), &dout, &mut dwte, true, CHANNELS);
+        embed_backward(&mut fastest(), (&tokens(), 0), &dout, &mut dwte, true, CHANNELS);
         for (row, values) in (0..).zip(dwte.chunks_exact(CHANNELS)) {
             assert!(tokens().contains(&row) || values.iter().all(|x| x.to_bits() == (-0.0f32).to_bits()), "row {row}");
         }

@@ -37,11 +37,11 @@ impl GpuKernel for Embed {
 
 impl GpuKernel for EmbedBackward {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
-        let Self { tokens, positions, dout, dwte, accumulate_wte, dwpe, accumulate_wpe, channels } = self;
+        let Self { tokens, positions, dout, dwte, first_token, accumulate_wte, dwpe, accumulate_wpe, channels } = self;
         let dtype = self.float_format()?;
-        let table = |entries, dtable, accumulate| Table { entries, dout, dtable, accumulate, channels };
-        table(tokens, dwte, accumulate_wte).enqueue(queue, dtype)?;
-        if let Some(dwpe) = dwpe { table(positions, dwpe, accumulate_wpe).enqueue(queue, dtype) } else { Ok(()) }
+        let table = |entries, lowest, dtable, accumulate| Table { entries, lowest, dout, dtable, accumulate, channels };
+        table(tokens, first_token, dwte, accumulate_wte).enqueue(queue, dtype)?;
+        if let Some(dwpe) = dwpe { table(positions, 0, dwpe, accumulate_wpe).enqueue(queue, dtype) } else { Ok(()) }
     }
 }
 
@@ -60,9 +60,10 @@ impl GpuKernel for ScatterRows {
     }
 }
 
-/// `dtable[e] (+)=` the sum of the rows of `dout` whose entry, int32 `[T]`, is `e`.
+/// `dtable[e - lowest] (+)=` the sum of the rows of `dout` whose entry, int32 `[T]`, is `e`, for all `e` with a place in `dtable`.
 struct Table {
     entries: DeviceSlice,
+    lowest: usize,
     dout: DeviceSlice,
     dtable: DeviceSlice,
     accumulate: bool,
@@ -71,7 +72,7 @@ struct Table {
 
 impl Table {
     fn enqueue(self, queue: &mut impl Queue, dtype: Dtype) -> Result<()> {
-        let Self { entries, dout, dtable, accumulate, channels } = self;
+        let Self { entries, lowest, dout, dtable, accumulate, channels } = self;
         if !accumulate {
             // Most rows of a vocabulary are unused, so writing the used rows twice costs little.
             queue.zero(dtable)?;
@@ -82,7 +83,8 @@ impl Table {
         queue.launch(Stream::Compute, "sort_entries", None, blocks, args![entries, sorted, size(t)?])?;
         let (vectors, blocks) = rows_blocks(t, channels, BACKWARD_THREADS, &[dout, dtable])?;
         let name = if vectors { "embed_backward" } else { "embed_backward_any" };
-        let args = args![sorted, dout, dtable, size(t)?, size(channels)?, accumulate];
+        let places = dtable.elems() / channels.max(1);
+        let args = args![sorted, dout, dtable, size(t)?, size(channels)?, size(lowest)?, size(places)?, accumulate];
         queue.launch(Stream::Compute, name, Some(dtype), blocks, args)
     }
 }

@@ -119,7 +119,8 @@ fn rows(list: &mut List, r: &mut TestMemory, rows: usize, cols: usize) -> Result
     let mut embed_backward = |r: &mut TestMemory, accumulate_wte, learned: bool, accumulate_wpe| {
         let (tokens, positions, dout, dwte) = (r.i(rows), r.i(rows), r.x(n), r.x(vocab));
         let dwpe = learned.then(|| r.x(places));
-        EmbedBackward { tokens, positions, dout, dwte, accumulate_wte, dwpe, accumulate_wpe, channels: cols }.enqueue(list)
+        let first_token = if learned { 0 } else { 7 };
+        EmbedBackward { tokens, positions, dout, dwte, first_token, accumulate_wte, dwpe, accumulate_wpe, channels: cols }.enqueue(list)
     };
     embed_backward(r, true, false, false)?;
     embed_backward(r, false, true, true)?;

@@ -1,0 +1,134 @@
+//! Roles of tensors in a model.
+
+/// Name in this program of an output matrix that is not the token embedding.
+pub(crate) const HEAD: &str = "lm_head";
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// Token embedding `[vocab, channels]`.
+    Wte,
+    /// The trained rows of a frozen token embedding `[tokens, channels]`.
+    WteRows,
+    /// Position embedding `[max_positions, channels]`.
+    Wpe,
+    /// Weight of the norm before attention `[channels]`.
+    AttnNorm,
+    /// Bias of the norm before attention `[channels]`.
+    AttnNormBias,
+    /// Weight of the norm after attention `[channels]`.
+    PostAttnNorm,
+    /// Bias of the norm after attention `[channels]`.
+    PostAttnNormBias,
+    /// Fused query, key and value rows `[(heads + 2 kv_heads) head_dim, channels]`. With a gated softmax, and with a gated delta rule
+    /// without [`Role::DeltaGate`], rows of gates come first, as many as the output has channels.
+    Qkv,
+    QkvBias,
+    /// Norm of queries `[head_dim]` or `[heads head_dim]`.
+    QNorm,
+    /// Norm of keys `[head_dim]` or `[kv_heads head_dim]`.
+    KNorm,
+    /// Sink score of each query head `[heads]`.
+    Sinks,
+    /// Gate of a gated delta rule's output `[heads head_dim, channels]`.
+    DeltaGate,
+    /// Decay of a gated delta rule `[heads, channels]`; without [`Role::DeltaStrength`], `heads` rows of the strength follow.
+    DeltaDecay,
+    /// Strength of a gated delta rule's updates `[heads, channels]`.
+    DeltaStrength,
+    /// Taps of the short convolution of queries, keys and values `[(heads + 2 kv_heads) head_dim, 4]`.
+    DeltaConv,
+    /// Logarithm of each head's rate of decay `[heads]`.
+    DeltaRate,
+    /// Bias of each head's decay `[heads]`.
+    DeltaDecayBias,
+    /// Weight of the gated norm of each head `[head_dim]`.
+    DeltaNorm,
+    /// Output projection of attention `[channels, heads head_dim]`.
+    AttnOut,
+    /// Bias of the output projection `[channels]`.
+    AttnOutBias,
+    /// Weight of the norm before the MLP `[channels]`.
+    MlpNorm,
+    /// Bias of the norm before the MLP `[channels]`.
+    MlpNormBias,
+    /// Weight of the norm after the MLP `[channels]`.
+    PostMlpNorm,
+    /// Bias of the norm after the MLP `[channels]`.
+    PostMlpNormBias,
+    /// Router of the experts `[experts, channels]`.
+    Router,
+    /// Bias of the router `[experts]`.
+    RouterBias,
+    /// Correction of the experts' scores, in three parts `[3 experts]`: see [`crate::model::correction`].
+    Correction,
+    /// First matrix of the shared expert, fused gate and up rows `[2 width, channels]`.
+    SharedIn,
+    /// Second matrix of the shared expert `[channels, width]`.
+    SharedOut,
+    /// Gate of the shared expert `[1, channels]`.
+    SharedGate,
+    /// First matrix of the MLP: fused gate and up rows `[2 ffn, channels]`, or `[ffn, channels]`; the matrices of several experts are
+    /// concatenated by rows.
+    MlpIn,
+    MlpInBias,
+    /// Second matrix of the MLP `[channels, ffn]`; the matrices of several experts are concatenated by rows.
+    MlpOut,
+    /// Bias of the second matrix `[channels]`.
+    MlpOutBias,
+    /// Weight of the final norm `[channels]`.
+    FinalNorm,
+    /// Bias of the final norm `[channels]`.
+    FinalNormBias,
+    /// Output matrix `[vocab, channels]` if it is not the token embedding.
+    LmHead,
+    /// The trained rows of a frozen output matrix `[tokens, channels]` that is not the token embedding.
+    LmHeadRows,
+}
+
+impl Role {
+    pub(crate) fn name(self, gated: bool) -> &'static str {
+        match (self, gated) {
+            (Self::Wte, _) => "wte",
+            (Self::WteRows, _) => "wte.rows",
+            (Self::Wpe, _) => "wpe",
+            (Self::AttnNorm, _) => "attn_norm",
+            (Self::AttnNormBias, _) => "attn_norm.bias",
+            (Self::PostAttnNorm, _) => "post_attn_norm",
+            (Self::PostAttnNormBias, _) => "post_attn_norm.bias",
+            (Self::Qkv, _) => "attn.qkv",
+            (Self::QkvBias, _) => "attn.qkv.bias",
+            (Self::QNorm, _) => "attn.q_norm",
+            (Self::KNorm, _) => "attn.k_norm",
+            (Self::DeltaGate, _) => "attn.gate",
+            (Self::DeltaDecay, _) => "attn.decay",
+            (Self::DeltaStrength, _) => "attn.strength",
+            (Self::DeltaConv, _) => "attn.conv",
+            (Self::DeltaRate, _) => "attn.rate",
+            (Self::DeltaDecayBias, _) => "attn.decay.bias",
+            (Self::DeltaNorm, _) => "attn.norm",
+            (Self::AttnOut, _) => "attn.out",
+            (Self::AttnOutBias, _) => "attn.out.bias",
+            (Self::MlpNorm, _) => "mlp_norm",
+            (Self::MlpNormBias, _) => "mlp_norm.bias",
+            (Self::PostMlpNorm, _) => "post_mlp_norm",
+            (Self::PostMlpNormBias, _) => "post_mlp_norm.bias",
+            (Self::Router, _) => "mlp.router",
+            (Self::RouterBias, _) => "mlp.router.bias",
+            (Self::Correction, _) => "mlp.router.correction",
+            (Self::SharedIn, _) => "mlp.shared.gate_up",
+            (Self::SharedOut, _) => "mlp.shared.down",
+            (Self::SharedGate, _) => "mlp.shared.gate",
+            (Self::Sinks, _) => "attn.sinks",
+            (Self::MlpIn, true) => "mlp.gate_up",
+            (Self::MlpIn, false) => "mlp.up",
+            (Self::MlpInBias, true) => "mlp.gate_up.bias",
+            (Self::MlpInBias, false) => "mlp.up.bias",
+            (Self::MlpOut, _) => "mlp.down",
+            (Self::MlpOutBias, _) => "mlp.down.bias",
+            (Self::FinalNorm, _) => "final_norm",
+            (Self::FinalNormBias, _) => "final_norm.bias",
+            (Self::LmHead, _) => HEAD,
+            (Self::LmHeadRows, _) => "lm_head.rows",
+        }
+    }
+}
