@@ -146,7 +146,9 @@ impl fmt::Display for WorkerCounts {
 mod tests {
     use super::*;
     use crate::hardware::topology::tests::tree;
+    use crate::sweep::PROMPTLY;
     use std::sync::atomic::{AtomicBool, Ordering};
+    use std::time::{Duration, Instant};
 
     #[test]
     fn workers_are_known_by_their_names() {
@@ -172,11 +174,16 @@ mod tests {
                 std::thread::yield_now();
             }
             let mut counters = WorkerCounters::start("counted").unwrap();
-            std::thread::sleep(std::time::Duration::from_millis(30));
-            let counts = counters.read().unwrap();
+            let (begin, is_counted) =
+                (Instant::now(), |counts: &WorkerCounts| counts.counts.get("task_clock_ns").is_none_or(|&ns| ns > 1_000_000));
+            let mut counts = counters.read().unwrap();
+            while !is_counted(&counts) && begin.elapsed() < PROMPTLY {
+                std::thread::sleep(Duration::from_millis(30));
+                counts = counters.read().unwrap();
+            }
             done.store(true, Ordering::Relaxed);
             assert_eq!(counts.threads, 1);
-            assert!(counts.counts.get("task_clock_ns").is_none_or(|&ns| ns > 1_000_000), "{counts}");
+            assert!(is_counted(&counts), "{counts}");
             assert!(!counts.counts.is_empty() || !counts.missing.is_empty(), "{counts}");
         });
     }
