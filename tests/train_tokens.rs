@@ -54,7 +54,7 @@ fn an_export_has_other_rows_and_frozen_tensors_byte_for_byte() {
         // Decay of weights changes every row that it reaches.
         let outcome = train("out", &flags(&["--max-steps=3", "--weight-decay=0.1", DIGITS]));
         outcome.digest();
-        assert!(outcome.stdout.contains("the rows 50..56 are trained (6 tokens)"), "{outcome:?}");
+        assert!(outcome.stdout.contains("rows 50..56 (6 tokens) of "), "{outcome:?}");
         let (have, want) = (export(&workspace, "out", "exported"), tensors(&workspace.path("model")));
         let trains = |tensor: &str| also.iter().any(|pattern| tensor.contains(pattern));
         expect_trained(&have, &want, (tables, 64), &(50..56), trains);
@@ -274,7 +274,7 @@ fn added_tokens_are_those_beside_the_vocabulary_of_the_tokenizer() {
     let outcome = of("--train-tokens=added");
     let digest = outcome.digest().to_string();
     assert!(
-        outcome.stdout.contains("the token embedding, which is the output matrix, the rows 55..60 are trained (5 tokens)"),
+        outcome.stdout.contains("rows 55..60 (5 tokens) of the token embedding, which is also the output matrix, are trained"),
         "{outcome:?}"
     );
     let have = export(&workspace, "out", "exported");
@@ -284,7 +284,7 @@ fn added_tokens_are_those_beside_the_vocabulary_of_the_tokenizer() {
     assert_eq!(resumed.code, 0, "{resumed:?}");
     let planned =
         run(program(&["plan", "--hardware=h100", "--train-tokens=added", "--seq-length=16", "--model"]).arg(workspace.path("model")));
-    assert!(planned.stdout.contains("the rows 55..60 are trained (5 tokens)"), "{planned:?}");
+    assert!(planned.stdout.contains("rows 55..60 (5 tokens) of "), "{planned:?}");
 }
 
 #[test]

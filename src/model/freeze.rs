@@ -98,9 +98,12 @@ impl ModelShape {
     /// The trained rows of frozen tables, in words; `None` if the tables are trained or frozen as a whole.
     pub(crate) fn describe_trained_tokens(&self) -> Option<String> {
         let Range { start, end } = self.trained_tokens.as_ref()?;
-        let tables =
-            if self.tied { "the token embedding, which is the output matrix," } else { "the token embedding and of the output matrix" };
-        Some(format!("of {tables} the rows {start}..{end} are trained ({})", counted(end - start, "token")))
+        let tables = if self.tied {
+            "the token embedding, which is also the output matrix,"
+        } else {
+            "the token embedding and of the output matrix"
+        };
+        Some(format!("rows {start}..{end} ({}) of {tables} are trained", counted(end - start, "token")))
     }
 
     /// Whether the whole token embedding or the whole output matrix is trained.
