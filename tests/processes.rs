@@ -205,7 +205,7 @@ fn ranks_of_several_processes_train_to_the_bits_of_one_rank() {
     ];
     for (nth, flags) in runs.into_iter().enumerate() {
         let whole = digest_of_one(&workspace, &format!("one-{nth}"), 1, flags);
-        for layout in [[2, 2], [2, 3], [3, 2]].into_iter().take(sweep([3, 1, 1], [3; 3])[nth]) {
+        for layout in [[2, 2], [2, 3], [3, 2]].into_iter().take(sweep([3, 1, 1], [3, 2, 1])[nth]) {
             let out = format!("{}x{}-{nth}", layout[0], layout[1]);
             assert_eq!(digest_in(&workspace, &out, layout, flags), whole, "{layout:?} with {flags:?}");
             for (one, several) in workspace.metrics(&format!("one-{nth}")).iter().zip(workspace.metrics(&out)) {
