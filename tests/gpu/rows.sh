@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Rows of models at full size whose figures wait for a GPU: predicts each with `simulate`, then measures it with `bench step`.
+#
+#   tests/gpu/rows.sh PROGRAM OUT [ROW...]
+#
+# Writes OUT/ROW.json for each measured row and prints a table: the prediction and the measurement, in ms a step, and the expectation. Without a
+# GPU it prints predictions alone. PROFILE names the machine of the predictions (h200-pcie5). SECONDS_EACH is the time limit of a
+# measurement (300). Remove a row once its line is among paper-figures/results.
+set -euof pipefail
+
+program=$(realpath "${1:?usage: tests/gpu/rows.sh PROGRAM OUT [ROW...]}")
+out=${2:?usage: tests/gpu/rows.sh PROGRAM OUT [ROW...]}
+wanted=("${@:3}")
+mkdir -p "$out"
+
+# Name, GPUs, expectation, flags. Host memory is that of the machine unless a row limits it.
+rows() {
+  cat <<'ROWS'
+gpt-oss-120b-frozen|1|8 k tokens/s, goal 10 k|--model gpt-oss-120b --freeze mlp\.experts\..*_proj$ --seq-length 4096 --per-device-train-batch-size 4
+qwen3-30b-a3b|1|9.6 s, goal 9.3|--model qwen3-30b-a3b --moments int8 --seq-length 4096 --per-device-train-batch-size 4 --gradient-accumulation-steps 8
+gpt-oss-20b-int8|1|415 TFLOP/s, goal 430|--model gpt-oss-20b --moments int8 --seq-length 4096 --per-device-train-batch-size 8
+qwen3-14b-split|1|510 TFLOP/s, goal 525|--model qwen3-14b --masters split --seq-length 4096 --per-device-train-batch-size 4
+llama-8b-79g|1|575 TFLOP/s, goal 585|--model llama-8b --moments int8 --masters split --hbm-limit 79GiB --seq-length 4096 --per-device-train-batch-size 4
+llama-8b-79g-clipped|1|565 TFLOP/s, goal 580|--model llama-8b --moments int8 --masters split --hbm-limit 79GiB --seq-length 4096 --per-device-train-batch-size 4 --clip always
+llama-8b-host-clipped|1|435 TFLOP/s, goal 446|--model llama-8b --moments int8 --resident-buckets 0 --seq-length 4096 --per-device-train-batch-size 4 --clip always
+gpt-5b-host|1|385 TFLOP/s, goal 400|--model gpt-5b --moments int8 --resident-buckets 0 --seq-length 1024 --per-device-train-batch-size 8
+gpt-5b-host-clipped|1|305 TFLOP/s, goal 316|--model gpt-5b --moments int8 --resident-buckets 0 --seq-length 1024 --per-device-train-batch-size 8 --clip always
+qwen3-4b-8g|1|8.4 s, goal 8.0|--model qwen3-4b --moments bfloat16 --hbm-limit 8GiB --host-limit 68GiB --seq-length 4096 --per-device-train-batch-size 4 --tokens-per-step 131072
+qwen3.5-27b|2|450 TFLOP/s, goal 470|--model qwen3.5-27b --gpus 2 --moments int8 --seq-length 4096 --per-device-train-batch-size 4
+qwen3.5-35b-a3b|2|11 k tokens/s each, goal 12 k|--model qwen3.5-35b-a3b --gpus 2 --moments bfloat16 --seq-length 4096 --per-device-train-batch-size 8
+ROWS
+}
+
+# The number behind `"KEY":`, or behind `"KEY":{"median":`, in a line of JSON.
+number() {
+  { grep -oE "\"$1\":(\{\"median\":)?[0-9.]+" || echo :-; } | head -n 1 | sed 's/.*://'
+}
+
+gpus=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
+printf '%-24s %12s %12s  %s\n' row predicted measured expected
+while IFS='|' read -r name needs expected flags; do
+  [[ ${#wanted[@]} = 0 || " ${wanted[*]} " == *" $name "* ]] || continue
+  profile=${PROFILE:-h200-pcie5}
+  [ "$needs" = 1 ] || profile=${PROFILE:-h200-x$needs}
+  # shellcheck disable=SC2086
+  predicted=$({ "$program" simulate --json --warmup 1 --steps 1 --hardware "$profile" $flags 2>"$out/$name.simulated.log" || true; } | number step_ms)
+  measured=-
+  if [ "$gpus" -ge "$needs" ]; then
+    # shellcheck disable=SC2086
+    timeout "${SECONDS_EACH:-300}" "$program" bench step --warmup 1 --steps 3 --out "$out/$name.json" $flags >"$out/$name.log" 2>&1 ||
+      measured="exit $?"
+    [ ! -s "$out/$name.json" ] || measured=$(tail -n 1 "$out/$name.json" | number step_ms)
+  fi
+  printf '%-24s %12s %12s  %s\n' "$name" "$predicted" "$measured" "$expected"
+done < <(rows)
