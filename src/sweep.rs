@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-/// Limit of the time until a process, thread or wait ends after it was stopped, on a machine whose CPUs are busy with other tests. Where such
-/// a test fails, the wait is at least twice as long: for a limit of 300 s, for a server that is silent, or for ever.
+/// Limit of the time until a process, thread or wait ends after it was stopped, on a machine whose CPUs are busy with other tests. A wait
+/// that is not stopped takes longer, or ends with another result.
 pub(crate) const PROMPTLY: Duration = Duration::from_secs(60);
 
 /// `few`, or `all` where `SUPEROFFLOAD_SWEEP=all` asks for it, which takes minutes more.

@@ -96,11 +96,16 @@ pub fn deep_workspace(tied: bool) -> Workspace {
     let deeper =
         CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 12").replace("\"hidden_size\": 32", "\"hidden_size\": 64");
     workspace.write("model/config.json", deeper.replace("true", &tied.to_string()));
-    run(&mut workspace.train("first", &["--max-steps", "1", "--tokenizer", "bytes", "--device", "cpu"])).digest();
-    export(&workspace, "first", "exported");
+    become_exported(&workspace, &[]);
+    workspace
+}
+
+/// Replaces the model's configuration by the export of a run of one step with `flags`, which has weights.
+pub fn become_exported(workspace: &Workspace, flags: &[&str]) {
+    run(&mut workspace.train("first", &[&["--max-steps=1", "--tokenizer=bytes", "--device=cpu"], flags].concat())).digest();
+    export(workspace, "first", "exported");
     fs::remove_dir_all(workspace.path("model")).unwrap();
     fs::rename(workspace.path("exported"), workspace.path("model")).unwrap();
-    workspace
 }
 
 #[test]

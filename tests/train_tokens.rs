@@ -1,6 +1,6 @@
 //! Runs that train rows of some tokens: bits, exports, checkpoints, refusals.
 
-use crate::frozen::{FLAGS, Tensors, deep_workspace, export, golden, tensors, train, workspace};
+use crate::frozen::{FLAGS, Tensors, become_exported, deep_workspace, export, golden, tensors, train, workspace};
 use crate::processes::{digest_of_one, ends, start};
 use crate::program::{CONFIG, Outcome, Workspace, program, run};
 use safetensors::tensor::{SafeTensors, TensorView};
@@ -140,10 +140,7 @@ fn byte_models() -> [Workspace; 2] {
     ["true", "false"].map(|tied| {
         let workspace = Workspace::new();
         workspace.write("model/config.json", CONFIG.replace("true", tied));
-        run(&mut workspace.train("first", &["--max-steps=1", "--tokenizer=bytes", "--device=cpu", "--dtype=float32"])).digest();
-        export(&workspace, "first", "exported");
-        fs::remove_dir_all(workspace.path("model")).unwrap();
-        fs::rename(workspace.path("exported"), workspace.path("model")).unwrap();
+        become_exported(&workspace, &["--dtype=float32"]);
         workspace
     })
 }
