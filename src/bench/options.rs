@@ -24,7 +24,7 @@ pub struct StepOptions {
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub steps: u64,
 
-    /// Steps with clipped gradients.
+    /// Steps with clipped gradients, for which the plan is chosen.
     #[arg(long, value_name = "never|always|every-N", default_value = "never")]
     pub clip: Clip,
 

@@ -15,7 +15,7 @@ use crate::model::shape::ModelShape;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
 use crate::probe::{self, ProbeOptions};
-use crate::search::best_plan;
+use crate::search::best_plan_for;
 use crate::simulate::outcome::Outcome;
 use crate::simulate::saves::{SaveSchedule, SimulatedSave, simulate_save};
 use crate::simulate::simulate;
@@ -118,8 +118,8 @@ impl Simulation {
     /// `Resource` that names the shortage when the plan does not fit the machine; `Io` when the timeline cannot be written.
     pub(crate) fn run(&self) -> Result<SimulatedRecord> {
         let trace = self.settings.trace.as_deref().map(TraceFile::open).transpose()?;
-        let plan = best_plan(&self.settings.request(&self.shape), &Machine::of_run(&self.profile, &self.settings.cut())?, false)?
-            .for_another_machine();
+        let machine = Machine::of_run(&self.profile, &self.settings.cut())?;
+        let plan = best_plan_for(&self.settings.request(&self.shape), &machine, false, self.steps.clip)?.for_another_machine();
         let (outcome, tracks, window_ns) = simulate(&plan, &self.shape, &self.profile.name, self.steps, TRACE_SPANS)?;
         trace.map(|trace| trace.write(&tracks)).transpose()?;
         let of_saves = |saves| {

@@ -112,7 +112,7 @@ impl StepBench {
         if let Some(rates_from) = &chosen.rates_from {
             log(&format_args!("rates: {rates_from}"));
         }
-        let plan = launch.plan(&settings, &self.shape, settings.trace.is_some())?;
+        let plan = launch.plan_for(&settings, &self.shape, settings.trace.is_some(), self.steps.clip)?;
         let settings = settings.settled(plan.split());
         log(&plan);
         let matmul_flops = chosen.gpus.first().map(|gpu| matmul_ceiling(&plan, gpu.index)).transpose()?;

@@ -27,7 +27,8 @@ use crate::planner::plan::Plan;
 use crate::ranks::RankContext;
 use crate::recipe::Numerics;
 use crate::request::choices::Technique;
-use crate::search::best_plan;
+use crate::search::{best_plan, best_plan_for};
+use crate::simulate::clip::Clip;
 #[cfg(feature = "mpam")]
 use std::path::Path;
 use std::sync::Arc;
@@ -82,7 +83,16 @@ impl Launcher {
     /// # Errors
     /// Errors of [`best_plan`]; `Resource` if `--huge-pages explicit` is not possible.
     pub(crate) fn plan(&self, settings: &Settings, shape: &ModelShape, trace: bool) -> Result<Plan> {
-        let plan = best_plan(&settings.request(shape), &self.machine_for(settings, shape), trace)?;
+        self.placed(settings, best_plan(&settings.request(shape), &self.machine_for(settings, shape), trace)?)
+    }
+
+    /// [`Launcher::plan`] for a run that clips as many steps as `clip`.
+    pub(crate) fn plan_for(&self, settings: &Settings, shape: &ModelShape, trace: bool, clip: Clip) -> Result<Plan> {
+        self.placed(settings, best_plan_for(&settings.request(shape), &self.machine_for(settings, shape), trace, clip)?)
+    }
+
+    /// `plan`, with host memory placed for this machine.
+    fn placed(&self, settings: &Settings, plan: Plan) -> Result<Plan> {
         let host_memory = host_memory(settings, &plan, &self.topology)?;
         Ok(plan.with_host_memory(host_memory))
     }

@@ -5,6 +5,8 @@
 //! each at its other values with the best values so far for the rest. Only choices that the user left open are tried.
 
 use crate::planner::machine::Machine;
+#[cfg(all(test, feature = "stv", feature = "repartition"))]
+mod clip_tests;
 pub(crate) mod limits;
 #[cfg(all(test, feature = "stv", feature = "deadline-order", feature = "repartition", feature = "weight-flow"))]
 mod order_tests;
@@ -43,6 +45,14 @@ use std::thread::{self, available_parallelism};
 
 /// Steps of a simulation. One in ten is clipped and waits for its verdict; a settled run clips fewer steps, a new model more.
 const STEPS: Steps = Steps { warmup: 2, timed: 10, clip: Clip::OneIn(NonZeroU64::new(10).unwrap()) };
+/// Steps of a simulation of a run that clips as many steps as `clip`. Rarely clipped steps are taken as one in ten.
+fn steps_of(clip: Clip) -> Steps {
+    match clip {
+        Clip::OneIn(every) if every.get() < STEPS.timed => Steps { timed: every.get() * STEPS.timed.div_ceil(every.get()), clip, ..STEPS },
+        _ => STEPS,
+    }
+}
+
 /// A change must shorten the step to this fraction. Rates are not known more precisely.
 const WORTH: f64 = 0.995;
 /// Maximum number of concurrent simulations. Each reserves as much address space as its plan has memory.
@@ -79,10 +89,15 @@ pub(crate) struct Ranking {
 /// The plan of `request` on `machine`, with memory for a timeline if `trace`: the best simulated choice of all that is open. On the CPU
 /// device, which has no assumed rates, the result of [`Plan::new`].
 pub(crate) fn best_plan(request: &Request, machine: &Machine, trace: bool) -> Result<Plan> {
+    best_plan_for(request, machine, trace, STEPS.clip)
+}
+
+/// [`best_plan`] for a run that clips as many steps as `clip`. If it clips none, the plan is that of [`best_plan`]: a run has clipped steps.
+pub(crate) fn best_plan_for(request: &Request, machine: &Machine, trace: bool, clip: Clip) -> Result<Plan> {
     if machine.kind == DeviceKind::Cpu {
         return largest_that_fits(request, machine, trace);
     }
-    let ranking = SearchQuery::new(request, machine).rank()?;
+    let ranking = SearchQuery::new(request, machine).clipping(clip).rank()?;
     let best = &ranking.candidates[0];
     let chosen = request.with(best.wanted.clone());
     let plan = Plan::new(&chosen, machine, trace)?;
@@ -134,6 +149,11 @@ impl Scope {
 impl<'a> SearchQuery<'a> {
     pub(crate) fn new(request: &'a Request, machine: &'a Machine) -> Self {
         Self { request, machine, scope: Scope::ALL }
+    }
+
+    /// This search, for a run that clips as many steps as `clip`.
+    fn clipping(self, clip: Clip) -> Self {
+        Self { scope: Scope { steps: steps_of(clip), ..self.scope }, ..self }
     }
 }
 
