@@ -16,16 +16,8 @@ mkdir -p "$out"
 # Name, GPUs, expectation, flags. Host memory is that of the machine unless a row limits it.
 rows() {
   cat <<'ROWS'
-gpt-oss-120b-frozen|1|8 k tokens/s, goal 10 k|--model gpt-oss-120b --freeze mlp\.experts\..*_proj$ --seq-length 4096 --per-device-train-batch-size 4
-qwen3-30b-a3b|1|9.6 s, goal 9.3|--model qwen3-30b-a3b --moments int8 --seq-length 4096 --per-device-train-batch-size 4 --gradient-accumulation-steps 8
-gpt-oss-20b-int8|1|415 TFLOP/s, goal 430|--model gpt-oss-20b --moments int8 --seq-length 4096 --per-device-train-batch-size 8
-qwen3-14b-split|1|510 TFLOP/s, goal 525|--model qwen3-14b --masters split --seq-length 4096 --per-device-train-batch-size 4
-llama-8b-79g|1|575 TFLOP/s, goal 585|--model llama-8b --moments int8 --masters split --hbm-limit 79GiB --seq-length 4096 --per-device-train-batch-size 4
 llama-8b-79g-clipped|1|565 TFLOP/s, goal 580|--model llama-8b --moments int8 --masters split --hbm-limit 79GiB --seq-length 4096 --per-device-train-batch-size 4 --clip always
 llama-8b-host-clipped|1|435 TFLOP/s, goal 446|--model llama-8b --moments int8 --resident-buckets 0 --seq-length 4096 --per-device-train-batch-size 4 --clip always
-gpt-5b-host|1|385 TFLOP/s, goal 400|--model gpt-5b --moments int8 --resident-buckets 0 --seq-length 1024 --per-device-train-batch-size 8
-gpt-5b-host-clipped|1|305 TFLOP/s, goal 316|--model gpt-5b --moments int8 --resident-buckets 0 --seq-length 1024 --per-device-train-batch-size 8 --clip always
-qwen3-4b-8g|1|8.4 s, goal 8.0|--model qwen3-4b --moments bfloat16 --hbm-limit 8GiB --host-limit 68GiB --seq-length 4096 --per-device-train-batch-size 1 --gradient-accumulation-steps 32
 qwen3.5-27b|2|450 TFLOP/s, goal 470|--model qwen3.5-27b --gpus 2 --moments int8 --seq-length 4096 --per-device-train-batch-size 4
 qwen3.5-35b-a3b|2|11 k tokens/s each, goal 12 k|--model qwen3.5-35b-a3b --gpus 2 --moments bfloat16 --seq-length 4096 --per-device-train-batch-size 8
 ROWS
