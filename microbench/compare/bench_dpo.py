@@ -58,7 +58,7 @@ def deepspeed(options):
 
 
 def mixin(options):
-    return {"optim_args": f"bucket_mib={options.bucket_mib}"}, {}
+    return {"optim_args": f"bucket_mib={options.bucket_mib},moments={options.moments}"}, {}
 
 
 SYSTEMS = {"superoffload": mixin, "deepspeed": deepspeed}
@@ -83,6 +83,8 @@ def measure(torch, name, options, device):
     from datasets import Dataset
 
     more, versions = SYSTEMS[name](options)
+    if options.gpu_gib is not None:
+        torch.cuda.set_per_process_memory_fraction(options.gpu_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
     config = bench.MODELS[options.model]()
     steps = options.warmup + options.steps
     with tempfile.TemporaryDirectory() as output:
@@ -114,6 +116,7 @@ def measure(torch, name, options, device):
         "bench": "dpo", "date": datetime.date.today().isoformat(), "machine": facts, "system": name, "model": options.model,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__, **versions},
         "settings": {"pairs": options.pairs, "seq": options.seq, "accumulation": options.accumulation, "clip": options.clip,
+                     "moments": options.moments if name == "superoffload" else "float32", "gpu_gib": options.gpu_gib,
                      "checkpointing": True, "compile": options.compile, "warmup": options.warmup, "steps": options.steps},
         "params": sum(p.numel() for p in policy.parameters()), "step_ms": {"median": median, "min": min(times), "max": max(times), "samples": times},
         "tokens_per_second": 1e3 * tokens / median, "loss": [row["loss"] for row in history],
@@ -135,6 +138,8 @@ def main():
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--bucket-mib", type=float, default=64)
+    parser.add_argument("--moments", choices=["float32", "bfloat16", "int8"], default="float32", help="format of OffloadAdamW's moments")
+    parser.add_argument("--gpu-gib", type=float, help="limit of GPU memory")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
