@@ -215,7 +215,7 @@ fn run(case: &Case, way: &Way) -> Run {
     let lines = format!(
         "strategy = \"{}\"\nthreads = {}\nbucket-mib = {}\nslots = {}\nresident-buckets = {}\nmasters = \"{masters}\"\ncast = \"{}\"\n{without}\n{adversary}\n\
          seed = {}\n{dtype}\nmoments = \"{}\"\ngradient-accumulation-steps = {}\ngradient-shares = {}\ngradient-group = {}\ngpus = {}\nmax-grad-norm = {}\ninject = [{}]\n\
-         head-rows = \"{}\"\nseq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
+         head-rows = \"{}\"\nlogits-dtype = \"{}\"\nseq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
         way.strategy,
         way.threads,
         bucket_kib as f64 / 1024.0,
@@ -231,6 +231,7 @@ fn run(case: &Case, way: &Way) -> Run {
         case.max_norm,
         inject.collect::<Vec<_>>().join(","),
         if case.masked { "trained" } else { "all" },
+        if case.seed.is_multiple_of(3) { "float32" } else { "auto" },
     );
     let balance = if case.kind == Kind::Moe { "router-aux-loss-coef = 0.5" } else { "" };
     let plan = |weights: &str, early: &str| {

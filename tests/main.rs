@@ -35,6 +35,7 @@ mod hub;
 #[expect(dead_code, reason = "shared with the tests beside the code")]
 mod hub_server;
 mod late_processes;
+mod logits_dtype;
 mod memory;
 mod moments;
 mod newcomer;

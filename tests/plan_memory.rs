@@ -123,6 +123,7 @@ fn every_memory_class_of_a_plan_for_cpus_matches_allocations() {
                 "moments = \"bfloat16\"\n",
                 "moments = \"int8\"\n",
                 "head-rows = \"trained\"\n",
+                "logits-dtype = \"float32\"\n",
                 "gradient-accumulation-steps = 2\nactivations = \"recompute-block\"\n",
             ] {
                 compare(&format!("{strategy}{more}"), shape, &Machine::cpu(2));

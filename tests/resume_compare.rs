@@ -26,7 +26,7 @@ pub fn manifest(checkpoint: &Path) -> Value {
 }
 
 /// Writes `manifest` into the checkpoint with a valid checksum.
-fn forge(checkpoint: &Path, manifest: &Value) {
+pub fn forge(checkpoint: &Path, manifest: &Value) {
     let body = format!("{{\"manifest\":{manifest}");
     let crc = crc32c::crc32c(body.as_bytes());
     fs::write(checkpoint.join("trainer_state.json"), format!("{body},\n\"crc32c\":\"{crc:08x}\"}}\n")).unwrap();

@@ -137,13 +137,14 @@ fn segments_of_layers_change_no_bit() {
             pick.of(6, &["", "", "{step = 2, element = 5000, share = 0, value = \"nan\"}", "{step = 3, element = 9000, value = 1e3}"]);
         let common = format!(
             "{}\nmoments = \"{}\"\nmax-grad-norm = {}\ngradient-accumulation-steps = {}\ngradient-shares = {shares}\n\
-             gradient-group = {group}\ninject = [{fault}]\n{}\nhead-rows = \"{}\"\npacking = \"{}\"\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1",
+             gradient-group = {group}\ninject = [{fault}]\n{}\nhead-rows = \"{}\"\nlogits-dtype = \"{}\"\npacking = \"{}\"\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1",
             pick.of(7, &["dtype = \"bfloat16\"", fp8, "dtype = \"float16\"", "dtype = \"float32\"", fp8]),
             pick.of(8, &["float32", "bfloat16", "int8"]),
             pick.of(9, &["0.0", "1e-3", "1.7", "1e9"]),
             shares * each_share,
             if experts { "router-aux-loss-coef = 0.5" } else { "" },
             if tied { "all" } else { pick.of(19, &["all", "trained"]) },
+            pick.of(23, &["auto", "float32"]),
             loss.unwrap_or(pick.of(20, &["wrapped", "bfd"])),
         );
         let want = run(&plan(&format!("strategy = \"no-offload\"\nthreads = 1\n{common}"), &shape), &shape);
@@ -202,7 +203,7 @@ impl RanksCase {
         let fp8 = if kind == Kind::Delta { "dtype = \"bfloat16\"" } else { "matmul-dtype = \"fp8\"" };
         let common = format!(
             "{}\nmoments = \"{}\"\nmax-grad-norm = {}\ngradient-shares = {}\ngradient-group = {}\nsequence-ranks = {sequence_ranks}\ninject = [{}]\n\
-             {}\nhead-rows = \"{}\"\npacking = \"{}\"\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1",
+             {}\nhead-rows = \"{}\"\nlogits-dtype = \"{}\"\npacking = \"{}\"\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1",
             pick.of(4, &["dtype = \"bfloat16\"", fp8, "dtype = \"float16\"", "dtype = \"float32\""]),
             pick.of(5, &["float32", "bfloat16", "int8"]),
             pick.of(6, &["0.0", "1e-3", "1.7", "1e9"]),
@@ -211,6 +212,7 @@ impl RanksCase {
             pick.of(8, &["", "", "{step = 2, element = 5000, share = 1, value = \"nan\"}", "{step = 3, element = 9000, value = 1e3}"]),
             if kind == Kind::Moe { "router-aux-loss-coef = 0.5" } else { "" },
             if tied { "all" } else { pick.of(9, &["all", "trained"]) },
+            pick.of(21, &["auto", "float32"]),
             if sequence_ranks > 1 { "wrapped" } else { pick.of(20, &LOSSES).unwrap_or(pick.of(10, &["wrapped", "bfd"])) },
         );
         Self { shape: kind.model()(9, 64, 64, tied), common, ranks, sequence_ranks, each: rounds * each_share }

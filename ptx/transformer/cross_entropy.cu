@@ -1,7 +1,8 @@
 // Cross-entropy over the vocabulary, one tile of logits at a time; see src/device/cpu/kernels/cross_entropy.rs.
 //
 // The statistics read a tile once: 16384 x 151936 in bf16 is 5.0 GB, 1.2 ms at 4.3 TB/s; the gradient reads and writes it,
-// 2.3 ms. An exponential is some twenty instructions: the statistics are about as much work for the SMs as for the memory.
+// 2.3 ms. An exponential is some twenty instructions: the statistics are about as much work for the SMs as for the memory. Logits in fp32
+// are twice as many bytes; their gradient in 16 bits reads 10.0 GB and writes 5.0 GB, 3.5 ms.
 #include "softmax.cuh"
 
 constexpr unsigned LOSS_THREADS = 1024;
@@ -88,6 +89,56 @@ __device__ __forceinline__ void cross_entropy_grad(
         gradient.apply(x, column, cap);
         logits[column] = narrow<T>(counts ? x[0] : 0.0f);
     }
+}
+
+// The block of a row turns its fp32 logits into gradients of the narrower format T. The gradients begin where the logits do, so they overwrite
+// logits of columns that other threads take. The vectors of all threads are read before any of them is written, and gradients of the first
+// columns lie on no logit behind those columns.
+template <typename T, typename Scale, typename Cap>
+__device__ __forceinline__ void cross_entropy_grad_narrowed(
+    float* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols, Scale scale, Cap cap) {
+    constexpr int N = WIDE<float>;
+    static_assert(2 * sizeof(T) == sizeof(float), "a gradient is half of a logit");
+    logits += (size_t)blockIdx.x * cols;
+    stats += (size_t)blockIdx.x * 3;
+    T* gradients = reinterpret_cast<T*>(logits);
+    const Row<float> row(logits, cols);
+    const int word = targets[blockIdx.x];
+    const Gradient gradient = {stats[0], stats[1], 1.0f / stats[1], scale(word), target_column(word, vocab_start)};
+    // Without a target every gradient is 0, whatever the logits are.
+    const bool counts = word >= 0;
+    // Only a row that begins with a whole vector has gradients at multiples of 8 bytes.
+    const bool has_vectors = row.head == 0;
+    const bool has_single = threadIdx.x < row.singles();
+    const unsigned column = has_single ? row.single(threadIdx.x) : 0;
+    float single[1] = {has_single ? logits[column] : 0.0f};
+    for (unsigned start = 0; start < row.vectors; start += BATCH * THREADS) {
+        Vec<float> batch[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const unsigned v = start + i * THREADS + threadIdx.x;
+            if (v < row.vectors) batch[i] = Vec<float>::load(logits + row.column(v));
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const unsigned v = start + i * THREADS + threadIdx.x;
+            if (v >= row.vectors) continue;
+            float x[N];
+            batch[i].widen(x);
+            gradient.apply(x, row.column(v), cap);
+            if (has_vectors) {
+                (counts ? Vec<T, N>::narrow(x) : Vec<T, N>{}).store(gradients + row.column(v));
+            } else {
+#pragma unroll
+                for (int lane = 0; lane < N; lane++) gradients[row.column(v) + lane] = narrow<T>(counts ? x[lane] : 0.0f);
+            }
+        }
+    }
+    __syncthreads();
+    if (!has_single) return;
+    gradient.apply(single, column, cap);
+    gradients[column] = narrow<T>(counts ? single[0] : 0.0f);
 }
 
 // One block: rows are few, and their order is part of the result.
@@ -364,3 +415,28 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 
 FOR_EACH_FORMAT(KERNELS)
+
+// Gradients of fp32 logits in 16 bits.
+#define NARROWED(dtype, T)                                                                                           \
+    KERNEL cross_entropy_grad_f32_##dtype(                                                                           \
+        float* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols, float scale) {   \
+        cross_entropy_grad_narrowed<T>(logits, targets, stats, vocab_start, cols, WeightScale{scale}, AsItIs{});     \
+    }                                                                                                                \
+    KERNEL cross_entropy_row_grad_f32_##dtype(                                                                       \
+        float* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols,                  \
+        const float* scales) {                                                                                       \
+        cross_entropy_grad_narrowed<T>(logits, targets, stats, vocab_start, cols, RowScale{scales}, AsItIs{});       \
+    }                                                                                                                \
+    KERNEL cross_entropy_grad_capped_f32_##dtype(                                                                    \
+        float* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols, float scale,     \
+        float cap) {                                                                                                 \
+        cross_entropy_grad_narrowed<T>(logits, targets, stats, vocab_start, cols, WeightScale{scale}, SoftCap{cap}); \
+    }                                                                                                                \
+    KERNEL cross_entropy_row_grad_capped_f32_##dtype(                                                                \
+        float* logits, const int* targets, const float* stats, unsigned vocab_start, unsigned cols,                  \
+        const float* scales, float cap) {                                                                            \
+        cross_entropy_grad_narrowed<T>(logits, targets, stats, vocab_start, cols, RowScale{scales}, SoftCap{cap});   \
+    }
+
+NARROWED(bf16, bf16)
+NARROWED(f16, f16)

@@ -172,11 +172,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     report[threadIdx.x] = (float)(all / step_weight);
 }
 
-// Threads take the places of all rows. The place behind a teacher's tokens is that of the target, which has the gradient of the same token.
+// Threads take the places of all rows, which begin `pitch` elements apart. The place behind a teacher's tokens is that of the target, which has the gradient of the same token.
 template <typename T>
 __device__ __forceinline__ void teacher_grad(
     T* logits, const int* targets, const int* teacher, const float* entries, unsigned rows, unsigned top_k, unsigned vocab_start,
-    unsigned cols) {
+    unsigned cols, unsigned pitch) {
     const unsigned places = top_k + 1;
     const size_t at = (size_t)blockIdx.x * THREADS + threadIdx.x;
     const size_t row = at / places;
@@ -186,7 +186,7 @@ __device__ __forceinline__ void teacher_grad(
     if (word < 0) return;
     const bool is_teacher = place < top_k;
     const unsigned column = is_teacher ? teacher_column(teacher[(row * top_k + place) * 2], vocab_start) : target_column(word, vocab_start);
-    if (column < cols) logits[row * cols + column] = narrow<T>(entries[at]);
+    if (column < cols) logits[row * pitch + column] = narrow<T>(entries[at]);
 }
 
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
@@ -203,8 +203,8 @@ __device__ __forceinline__ void teacher_grad(
     }                                                                                                                \
     KERNEL teacher_grad_##dtype(                                                                                     \
         T* logits, const int* targets, const int* teacher, const float* entries, unsigned rows, unsigned top_k,      \
-        unsigned vocab_start, unsigned cols) {                                                                       \
-        teacher_grad(logits, targets, teacher, entries, rows, top_k, vocab_start, cols);                             \
+        unsigned vocab_start, unsigned cols, unsigned pitch) {                                                       \
+        teacher_grad(logits, targets, teacher, entries, rows, top_k, vocab_start, cols, pitch);                      \
     }
 
 FOR_EACH_FORMAT(KERNELS)

@@ -11,6 +11,7 @@ use crate::objective::ObjectiveKind;
 use crate::pair_loss::PairLossKind;
 use crate::policy_loss::PolicyLossKind;
 use crate::request::check::require;
+use crate::request::choices::LogitsDtypeChoice;
 use crate::teacher_loss::TOP_K_MAX;
 
 /// Remedies for settings that belong to another loss.
@@ -36,6 +37,11 @@ impl Settings {
         let (loss, beta, label_smoothing, simpo_gamma, cpo_alpha, pair_length) = (None, None, None, None, None, None);
         let (epsilon, epsilon_high, max_completion_length, kd_ratio, loss_top_k, reference) = (None, None, None, None, None, None);
         let data_format = if self.loss.is_some() { DataFormat::Auto } else { self.data_format };
+        // The format of the logits stays that of the loss.
+        let logits_dtype = match self.logits_dtype {
+            LogitsDtypeChoice::Auto if self.loss.is_some() => LogitsDtypeChoice::Float32,
+            chosen => chosen,
+        };
         Self {
             loss,
             beta,
@@ -50,6 +56,7 @@ impl Settings {
             loss_top_k,
             reference,
             data_format,
+            logits_dtype,
             ..self
         }
     }

@@ -72,6 +72,7 @@ impl Settings {
             deterministic: !self.nondeterministic,
             experts: self.expert_products,
             head_rows: self.head_rows,
+            logits_dtype: self.logits_dtype,
             loss_tile: self.loss_tile,
             long_sums: self.long_sums,
         }
@@ -85,6 +86,7 @@ impl Settings {
             step: self.cut().shape(self.split()),
             numerics: Numerics {
                 dtype: self.weight_dtype(),
+                logits_dtype: self.weight_dtype(),
                 fp8: self.matmul_dtype == Some(MatmulDtype::Fp8),
                 moments: self.moments,
                 attention: Attention::Plain,

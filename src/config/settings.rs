@@ -29,7 +29,7 @@ use crate::optim::schedule::{LrScheduler, TrainLength};
 use crate::recipe::part::RunPart;
 use crate::request::choices::{
     ActivationsChoice, AttentionChoice, CastSide, EarlyRows, ExpertProductsChoice, HeadRowsChoice, HostMemoryKind, IsaChoice, LayerOrder,
-    MastersChoice, ResidentBuckets, SaveMemory, Strategy, Technique, Transport, WeightsChoice,
+    LogitsDtypeChoice, MastersChoice, ResidentBuckets, SaveMemory, Strategy, Technique, Transport, WeightsChoice,
 };
 use crate::signals::StopSignal;
 use crate::units::Bytes;
@@ -620,6 +620,8 @@ settings! {
         expert_products: ExpertProductsChoice = ExpertProductsChoice::Auto, Free, Recipe;
         /// Rows that the head computes: output matrix and loss.
         head_rows: HeadRowsChoice = HeadRowsChoice::Auto, Free, Recipe;
+        /// Format of the logits, from which losses and log-probabilities are computed.
+        logits_dtype: LogitsDtypeChoice = LogitsDtypeChoice::Auto, Free, Recipe, unless "LogitsDtypeChoice::is_auto";
         /// Allow GPU kernels whose results may differ between runs in the last bit.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         nondeterministic: bool = false, Free, Recipe;

@@ -108,7 +108,7 @@ impl Operand {
     }
 
     /// Bytes that count for the kernel's time.
-    fn traffic(&self) -> f64 {
+    pub(super) fn traffic(&self) -> f64 {
         let ways = if self.access == Access::Update { 2.0 } else { 1.0 };
         self.slice.filter(|_| !self.small).map_or(0.0, |slice| ways * slice.bytes() as f64)
     }

@@ -20,7 +20,7 @@ use crate::ranks::links::{EndOfRun, LastResort, Links};
 use crate::ranks::rendezvous::{ProcessRendezvous, differs};
 use crate::ranks::run_token::{RunToken, TOKEN_VARIABLE};
 use crate::request::Request;
-use crate::request::choices::{CastSide, ExpertProductsChoice, HeadRowsChoice, Technique, Transport};
+use crate::request::choices::{CastSide, ExpertProductsChoice, HeadRowsChoice, LogitsDtypeChoice, Technique, Transport};
 use crate::signals::StopFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -86,6 +86,7 @@ pub(crate) struct Proposal {
     loss_tile: Option<LossTile>,
     long_sums: Option<LongSums>,
     head_rows: HeadRowsChoice,
+    logits_dtype: LogitsDtypeChoice,
     expert_products: ExpertProductsChoice,
     /// Whether the token embedding is also the output matrix, which the weights decide.
     tied: bool,
@@ -196,6 +197,7 @@ impl Proposal {
             loss_tile: kernels.loss_tile,
             long_sums: kernels.long_sums,
             head_rows: kernels.head_rows,
+            logits_dtype: kernels.logits_dtype,
             expert_products: kernels.experts,
             tied: plan.recipe.model.tied,
             trained_tokens: plan.recipe.model.trained_tokens.clone(),
@@ -217,6 +219,7 @@ impl Proposal {
             loss_tile: self.loss_tile,
             long_sums: self.long_sums,
             head_rows: self.head_rows,
+            logits_dtype: self.logits_dtype,
             expert_products: self.expert_products,
             is_batch_open: false,
             train_tokens: self.trained_tokens.clone().map(TrainTokens::Ids),

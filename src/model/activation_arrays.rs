@@ -50,6 +50,7 @@ pub(crate) struct Activations {
     pub(super) final_norm_in: DeviceSlice,
     pub(super) final_norm_out: DeviceSlice,
     pub(super) final_norm_stats: DeviceSlice,
+    /// Logits of a tile of the loss, and in their place the gradients of these logits.
     pub(crate) logits: DeviceSlice,
     pub(super) loss_stats: DeviceSlice,
     /// Gradient of the residual stream, updated in place from the head down to the embeddings, `[T, channels]`.

@@ -64,6 +64,8 @@ pub struct MicroBatch<'a> {
     pub objective: Option<Objective>,
     /// Compute format.
     pub dtype: Dtype,
+    /// Format of the logits: the compute format or fp32.
+    pub logits_dtype: Dtype,
     /// Whether products of layers are computed in FP8.
     pub fp8: bool,
     /// Rows that the head computes.
@@ -87,6 +89,7 @@ pub struct ActivationPlan {
     separates_documents: bool,
     objective: Option<Objective>,
     dtype: Dtype,
+    logits_dtype: Dtype,
     fp8: bool,
     head_rows: HeadRows,
     tile: LossTile,
@@ -107,7 +110,7 @@ impl ActivationPlan {
     /// differs from the number of layers, or when bytes overflow.
     pub fn new(micro_batch: MicroBatch<'_>) -> Result<Self> {
         let MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, objective, dtype, fp8, .. } = micro_batch;
-        let MicroBatch { head_rows, tile, mlp_tile, policies, segments, .. } = micro_batch;
+        let MicroBatch { logits_dtype, head_rows, tile, mlp_tile, policies, segments, .. } = micro_batch;
         if batch == 0 || seq_length == 0 || tile.rows == 0 || tile.vocab == 0 {
             return Err(Error::usage("batch size, sequence length and loss tile must be at least 1"));
         }
@@ -131,6 +134,7 @@ impl ActivationPlan {
             separates_documents,
             objective,
             dtype,
+            logits_dtype,
             fp8,
             head_rows,
             tile,
@@ -240,7 +244,7 @@ impl ActivationPlan {
             final_norm_in: memory.rows("final_norm_in", channels)?,
             final_norm_out: memory.rows("final_norm_out", channels)?,
             final_norm_stats: memory.matrix("final_norm_stats", &[tokens, stats_cols(final_norm)], Dtype::Float32)?,
-            logits: memory.matrix("logits_tile", &[self.tile.rows, self.tile.vocab], self.dtype)?,
+            logits: memory.matrix("logits_tile", &[self.tile.rows, self.tile.vocab], self.logits_dtype)?,
             loss_stats: memory.matrix("loss_stats", &[self.tile.rows, 3], Dtype::Float32)?,
             objective: self.objective_work(&mut memory, inputs.slice(own + documents, numbers))?,
             loss: memory.matrix("loss", &[self.objective.map_or(1, |_| REPORT_WORDS)], Dtype::Float32)?,
@@ -597,6 +601,7 @@ mod tests {
             separates_documents: false,
             objective: None,
             dtype: Dtype::Bfloat16,
+            logits_dtype: Dtype::Bfloat16,
             fp8: false,
             head_rows: HeadRows::All,
             tile: TILE,

@@ -5,6 +5,8 @@
 //! vocabulary, logits are computed a second time for this, which is cheaper than saving them. A tail of such a tile ([`LossTile::tail`]) is a
 //! tile of its own, and its logits exist together with the others.
 //!
+//! Logits are in the format of the weights or in fp32, and the gradients of these logits, in the format of the weights, take their place.
+//!
 //! A loss of pairs needs the sums of log-probabilities of whole answers before the first gradient. So the statistics of all rows come first,
 //! then one kernel makes a scale for each row of them, and a second pass over the rows computes the gradients. A loss of sampled completions
 //! takes the same two passes, and so does a loss of distillation. Its statistics are those of the tokens that are not the teacher's.
@@ -14,7 +16,6 @@
 use super::Model;
 use super::activation_arrays::{HeadRowsWork, LossWork, ObjectiveWork};
 use super::head_rows;
-use super::linear::weight_product;
 use super::params::{LinearParams, MatrixParam};
 use super::tensors::Module;
 use crate::device::{
@@ -79,6 +80,16 @@ struct Rows {
     teacher: Option<TeacherRows>,
     count: usize,
     first: bool,
+}
+
+/// Gradients of the logits of some rows and columns, in the place of these logits. Their format is that of the weights. Gradients in 16 bits of
+/// fp32 logits lie in the first half of each row of logits.
+#[derive(Clone, Copy)]
+struct LogitsGradient {
+    /// Whole rows.
+    memory: DeviceSlice,
+    /// Elements between the beginnings of two rows.
+    pitch: usize,
 }
 
 /// The teacher's tokens of a range of rows.
@@ -294,13 +305,13 @@ impl Model {
         let is_needed = gradients != HeadGradients::Matrix || self.head.output.weight.grad.is_some();
         for tile in self.tiles().filter(|_| is_needed) {
             let logits = if are_kept { self.logits_of(rows, &tile) } else { self.logits_tile(dev, rows, &tile)? };
-            self.logits_gradient(dev, rows, micro, logits, &tile)?;
+            let dlogits = self.logits_gradient(dev, rows, micro, logits, &tile)?;
             if gradients != HeadGradients::Matrix {
-                self.hidden_gradient(dev, rows, logits, &tile)?;
+                self.hidden_gradient(dev, rows, dlogits, &tile)?;
             }
             if gradients != HeadGradients::Hidden {
                 let weight = self.output_tile(&tile).weight;
-                self.matrix_gradient(dev, rows, logits, (weight, &tile), !(micro.first && rows.first))?;
+                self.matrix_gradient(dev, rows, dlogits, (weight, &tile), !(micro.first && rows.first))?;
             }
         }
         if gradients == HeadGradients::Hidden { Ok(()) } else { self.token_rows_gradient(dev, rows, micro) }
@@ -314,8 +325,8 @@ impl Model {
             let tile = start..trained.tokens.end.min(start + self.activations.tile.vocab);
             let logits = self.activations.logits.slice(0, rows.count * tile.len());
             super::linear::linear(dev, &self.output_tile(&tile), rows.hidden, None, logits)?;
-            self.logits_gradient(dev, rows, micro, logits, &tile)?;
-            self.matrix_gradient(dev, rows, logits, (trained.matrix(&tile), &tile), !(micro.first && rows.first))?;
+            let dlogits = self.logits_gradient(dev, rows, micro, logits, &tile)?;
+            self.matrix_gradient(dev, rows, dlogits, (trained.matrix(&tile), &tile), !(micro.first && rows.first))?;
         }
         Ok(())
     }
@@ -328,22 +339,28 @@ impl Model {
         micro: MicroStep,
         logits: DeviceSlice,
         tile: &Range<usize>,
-    ) -> Result<()> {
+    ) -> Result<LogitsGradient> {
         let (Rows { targets, stats, .. }, scale) = (rows, micro.inv_weight * micro.loss_scale);
         let (vocab_start, cols, softcap) = (tile.start, tile.len(), self.shape.logit_softcap);
+        let gradients = rows.hidden.dtype();
         match rows.scales {
-            None => dev.launch(CrossEntropyGrad { logits, targets, stats, vocab_start, cols, softcap, scale })?,
-            Some(scales) => dev.launch(CrossEntropyRowGrad { logits, targets, stats, scales, vocab_start, cols, softcap })?,
+            None => dev.launch(CrossEntropyGrad { logits, gradients, targets, stats, vocab_start, cols, softcap, scale })?,
+            Some(scales) => dev.launch(CrossEntropyRowGrad { logits, gradients, targets, stats, scales, vocab_start, cols, softcap })?,
         }
-        let Some(TeacherRows { words: teacher, entries, top_k }) = rows.teacher else { return Ok(()) };
-        dev.launch(TeacherGrad { logits, targets, teacher, entries, top_k, vocab_start, cols })
+        let pitch = cols * logits.dtype().bytes() / gradients.bytes();
+        let memory = logits.view(0, rows.count * pitch, gradients);
+        if let Some(TeacherRows { words: teacher, entries, top_k }) = rows.teacher {
+            dev.launch(TeacherGrad { logits: memory, pitch, targets, teacher, entries, top_k, vocab_start, cols })?;
+        }
+        Ok(LogitsGradient { memory, pitch })
     }
 
     /// Computes the tile's contribution to the gradient of the hidden state.
-    fn hidden_gradient<D: Kernels>(&self, dev: &mut D, rows: Rows, dlogits: DeviceSlice, tile: &Range<usize>) -> Result<()> {
+    fn hidden_gradient<D: Kernels>(&self, dev: &mut D, rows: Rows, dlogits: LogitsGradient, tile: &Range<usize>) -> Result<()> {
         let output = self.output_tile(tile);
         let shape = MatmulShape { layout: MatmulLayout::Nn, m: rows.count, n: output.in_cols, k: tile.len() };
-        dev.launch(Matmul::plain(shape, [dlogits, output.weight.value, rows.dhidden]).onto_itself(tile.start != 0))
+        let product = Matmul::plain(shape, [dlogits.memory, output.weight.value, rows.dhidden]);
+        dev.launch(product.with_pitch(dlogits.pitch).onto_itself(tile.start != 0))
     }
 
     /// Computes the gradient of `weight`, the rows of the output matrix for the tokens of `tile`, unless it is frozen.
@@ -351,12 +368,13 @@ impl Model {
         &self,
         dev: &mut D,
         rows: Rows,
-        dlogits: DeviceSlice,
+        dlogits: LogitsGradient,
         (weight, tile): (MatrixParam, &Range<usize>),
         accumulate: bool,
     ) -> Result<()> {
         let shape = MatmulShape { layout: MatmulLayout::Tn, m: tile.len(), n: self.head.output.in_cols, k: rows.count };
-        weight_product(dev, shape, [dlogits, rows.hidden], weight, accumulate)
+        let Some(grad) = weight.grad else { return Ok(()) };
+        dev.launch(Matmul::plain(shape, [dlogits.memory, rows.hidden, grad]).with_pitch(dlogits.pitch).onto_itself(accumulate))
     }
 
     fn logits_tile<D: Kernels>(&self, dev: &mut D, rows: Rows, tile: &Range<usize>) -> Result<DeviceSlice> {

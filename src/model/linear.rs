@@ -16,7 +16,8 @@ pub(super) fn linear<D: Kernels>(
         return fp8.forward(dev, params, x, base, out);
     }
     let shape = MatmulShape { layout: MatmulLayout::Nt, m: x.elems() / params.in_cols, n: params.out_cols, k: params.in_cols };
-    dev.launch(Matmul { shape, a: x, b: params.weight.value, bias: params.bias.map(|p| p.value), base, c: out })
+    let bias = params.bias.map(|p| p.value);
+    dev.launch(Matmul { bias, base, ..Matmul::plain(shape, [x, params.weight.value, out]) })
 }
 
 /// Destination of the gradient of a linear layer's input.

@@ -18,6 +18,7 @@ use crate::sweep::sweep;
 use std::path::{Path, PathBuf};
 
 mod frozen;
+mod logits;
 mod packed;
 
 const SEQ_LENGTH: usize = 12;
@@ -81,6 +82,7 @@ impl Harness {
             sequence_ranks: 1,
             separates_documents: documents,
             dtype: E::DTYPE,
+            logits_dtype: E::DTYPE,
             fp8: false,
             head_rows: HeadRows::All,
             tile,
@@ -405,6 +407,7 @@ fn a_head_of_trained_rows_changes_nothing_but_rounding() {
                 separates_documents: false,
                 objective: None,
                 dtype: Dtype::Float32,
+                logits_dtype: Dtype::Float32,
                 fp8: false,
                 head_rows,
                 tile: LossTile { rows, vocab, tail },
@@ -527,6 +530,7 @@ fn memory_of_experts_is_that_of_the_rows_of_all_tokens() {
         separates_documents: false,
         objective: None,
         dtype: Dtype::Float32,
+        logits_dtype: Dtype::Float32,
         fp8: false,
         head_rows: HeadRows::All,
         tile,
@@ -652,6 +656,7 @@ fn scales_that_kernels_find_are_those_of_passes() {
             separates_documents: false,
             objective: None,
             dtype,
+            logits_dtype: dtype,
             fp8: true,
             head_rows: HeadRows::All,
             tile,
@@ -696,6 +701,7 @@ fn a_model_refuses_slices_that_do_not_fit() {
             separates_documents: false,
             objective: None,
             dtype: Dtype::Float32,
+            logits_dtype: Dtype::Float32,
             fp8: false,
             head_rows: HeadRows::All,
             tile: ONE_TILE,

@@ -94,7 +94,7 @@ pub(crate) fn micro_batch<'a>(
     segments: &'a LayerSegments,
 ) -> MicroBatch<'a> {
     let StepShape { micro_batch: batch, seq_length, sequence_ranks, .. } = recipe.step;
-    let Numerics { dtype, fp8, head_rows, mlp_tile, .. } = recipe.numerics;
+    let Numerics { dtype, logits_dtype, fp8, head_rows, mlp_tile, .. } = recipe.numerics;
     let (separates_documents, objective, segments) = (recipe.separates_documents(), recipe.objective, segments.starts());
     MicroBatch {
         shape,
@@ -104,6 +104,7 @@ pub(crate) fn micro_batch<'a>(
         separates_documents,
         objective,
         dtype,
+        logits_dtype,
         fp8,
         head_rows,
         tile,

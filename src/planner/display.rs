@@ -10,6 +10,7 @@ use crate::model::tensors::TensorTable;
 use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
 use crate::optim::split::Masters;
+use crate::recipe::Numerics;
 use crate::request::choices::LayerOrder;
 use crate::units::{Bytes, counted};
 use clap::ValueEnum;
@@ -82,9 +83,7 @@ impl Plan {
         if let Some(block) = self.recipe.numerics.attention_block {
             writeln!(f, "  attention   backward pass in blocks of {block} queries and keys; their gradients are added in fp32")?;
         }
-        if self.recipe.numerics.head_rows == HeadRows::Trained {
-            writeln!(f, "  head        computed for rows with trained targets; times of this plan assume that every row has one")?;
-        }
+        self.write_head(f)?;
         if let Some(tile) = self.recipe.numerics.mlp_tile {
             writeln!(f, "  MLP         computed in tiles of {tile} tokens; weight gradients are summed over the tiles")?;
         }
@@ -120,6 +119,23 @@ impl Plan {
                 "  packed      {} of experts stay in MXFP4 ({packed}); each pass of a layer expands its own into {expanded}",
                 counted(specs.len(), "frozen tensor")
             ),
+        }
+    }
+
+    /// Writes the rows that the head computes, unless it computes all, and the format of logits, unless it is that of the weights.
+    fn write_head(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Numerics { dtype, logits_dtype, head_rows, .. } = self.recipe.numerics;
+        let logits = if logits_dtype == dtype { String::new() } else { format!("logits in {logits_dtype}") };
+        match head_rows {
+            HeadRows::All if logits.is_empty() => Ok(()),
+            HeadRows::All => writeln!(f, "  head        {logits}"),
+            HeadRows::Trained => {
+                let logits = if logits.is_empty() { logits } else { format!(", {logits}") };
+                writeln!(
+                    f,
+                    "  head        computed for rows with trained targets{logits}; times of this plan assume that every row has one"
+                )
+            }
         }
     }
 

@@ -5,11 +5,15 @@ use super::plan::Plan;
 use super::tests::{GIB, h200, llama_8b, qwen3_4b, qwen3_14b, settings};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
+use crate::dtype::Dtype;
 use crate::hardware::profile::Profile;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace};
+use crate::model::activations::{ActivationPlan, LossTile};
 use crate::model::shape::ModelShape;
+use crate::objective::ObjectiveKind;
 use crate::optim::split::Masters;
-use crate::request::choices::MastersChoice;
+use crate::policy_loss::PolicyLossKind;
+use crate::request::choices::{LogitsDtypeChoice, MastersChoice};
 use crate::units::Bytes;
 use proptest::prelude::*;
 
@@ -34,6 +38,43 @@ fn the_tile_of_the_loss_is_the_same_on_any_machine_that_holds_it() {
     let plan = Plan::new(&Settings { hbm_limit: Some(Bytes(4 * GIB)), ..settings() }.request(&qwen3_14b()), &h200(), false).unwrap();
     assert_eq!((plan.recipe.numerics.loss_tile.rows, plan.forecast.usual_tile.rows), (1024, 2048), "{plan}");
     assert!(plan.to_string().contains("\n  bits        differ from runs with loss tiles of 2048 rows"), "{plan}");
+}
+
+/// The tile has as many rows of fp32 logits as of 16-bit logits.
+#[test]
+fn fp32_logits_take_twice_the_bytes_and_a_little_more_time() {
+    let shape = qwen3_4b();
+    let of = |logits_dtype| Plan::new(&Settings { logits_dtype, ..settings() }.request(&shape), &h200(), false).unwrap();
+    let [narrow, wide] = [LogitsDtypeChoice::Auto, LogitsDtypeChoice::Float32].map(of);
+    assert_eq!(wide.recipe.numerics.loss_tile, narrow.recipe.numerics.loss_tile);
+    let tile = |plan: &Plan| {
+        let activations = ActivationPlan::new(plan.micro_batch(&shape)).unwrap();
+        let logits = activations.allocations().iter().find(|allocation| allocation.name == "logits_tile").unwrap();
+        (logits.bytes(), logits.dtype)
+    };
+    let ((bytes, _), LossTile { rows, vocab, .. }) = (tile(&narrow), narrow.recipe.numerics.loss_tile);
+    assert_eq!((bytes, tile(&wide)), (2 * rows * vocab, (2 * bytes, Dtype::Float32)));
+    let [narrow, wide] = [narrow, wide].map(|plan| plan.forecast.predicted.unwrap().step_s);
+    assert!(narrow < wide && wide < 1.01 * narrow, "{narrow} s and with fp32 logits {wide} s");
+}
+
+#[test]
+fn logits_are_fp32_for_losses_of_pairs_completions_and_teachers() {
+    let of = |choice: LogitsDtypeChoice, dtype, has_objective| choice.resolve(dtype, has_objective).map_err(|error| error.to_string());
+    let (auto, bf16, fp32) = (LogitsDtypeChoice::Auto, Dtype::Bfloat16, Dtype::Float32);
+    assert_eq!([of(auto, bf16, true), of(auto, bf16, false), of(auto, fp32, true)], [Ok(fp32), Ok(bf16), Ok(fp32)]);
+    for dtype in [bf16, Dtype::Float16, fp32] {
+        assert_eq!([of(dtype.into(), dtype, true), of(LogitsDtypeChoice::Float32, dtype, false)], [Ok(dtype), Ok(fp32)]);
+    }
+    let sampled = |loss| Settings { loss, ..settings() }.without_objective().logits_dtype;
+    let dapo = ObjectiveKind::Policy(PolicyLossKind::Dapo);
+    assert_eq!(
+        (sampled(Some(dapo)), sampled(None)),
+        (LogitsDtypeChoice::Float32, auto),
+        "log-probabilities of samples are those of the loss"
+    );
+    let refused = of(LogitsDtypeChoice::Bfloat16, Dtype::Float16, true).unwrap_err();
+    assert!(refused.contains("--logits-dtype bfloat16 with --dtype float16: use --logits-dtype float16 or float32"), "{refused}");
 }
 
 /// A machine with this memory in GiB, and a plan of `shape` on it.

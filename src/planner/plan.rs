@@ -177,6 +177,7 @@ impl Plan {
             experts: self.recipe.numerics.experts.into(),
             long_sums: Some(self.recipe.numerics.long_sums),
             head_rows: self.recipe.numerics.head_rows.into(),
+            logits_dtype: self.recipe.numerics.logits_dtype.into(),
             ..request.kernels
         };
         let wanted = Wanted {

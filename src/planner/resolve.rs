@@ -187,6 +187,7 @@ fn recipe(request: &Request, protocol: &Protocol, (kind, experts): (DeviceKind, 
     let first = SequenceRank { rank: 0, ranks: step.sequence_ranks };
     let numerics = Numerics {
         dtype,
+        logits_dtype: request.kernels.logits_dtype.resolve(dtype, request.recipe.objective.is_some())?,
         fp8,
         moments,
         attention,

@@ -4,8 +4,8 @@
 
 use super::part::RunPart;
 use super::record::{
-    ATTENTION_BLOCK, CPU_SUM_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, HEAD_ROWS, LONG_SUMS, LOSS_TILE, MATMUL, MLP_TILE, OBJECTIVE,
-    PLAIN_MATMUL, Record, SEQUENCE_RANKS, STEP, TOKEN_LOGPS,
+    ATTENTION_BLOCK, CPU_SUM_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, HEAD_ROWS, LOGITS_DTYPE, LONG_SUMS, LOSS_TILE, MATMUL, MLP_TILE,
+    OBJECTIVE, PLAIN_MATMUL, Record, SEQUENCE_RANKS, STEP, TOKEN_LOGPS,
 };
 use super::{Numerics, Recipe, RowOrder, Schedule, StepShape};
 use crate::data::checksum::hex;
@@ -105,6 +105,7 @@ fn of_model(model: &ModelShape) -> RecipeField {
 fn of_numerics(numerics: &Numerics) -> Vec<RecipeField> {
     let &Numerics {
         dtype,
+        logits_dtype,
         fp8,
         moments,
         attention,
@@ -140,6 +141,7 @@ fn of_numerics(numerics: &Numerics) -> Vec<RecipeField> {
             Some(json!(LongSums::Library)),
         ),
         RecipeField::new("rows of the head", format!("{head_rows:?}")).numeric(HEAD_ROWS, json!(head_rows), Some(json!(HeadRows::All))),
+        RecipeField::new("format of logits", logits_dtype).numeric(LOGITS_DTYPE, json!(logits_dtype), Some(json!(dtype))),
         // Queries and keys; blocks that had all keys were a number.
         RecipeField::new("block of attention", in_words(attention_block)).numeric(
             ATTENTION_BLOCK,

@@ -91,6 +91,8 @@ pub struct StepShape {
 pub struct Numerics {
     /// Format of weights, activations and gradients on the device.
     pub dtype: Dtype,
+    /// Format of logits: that of the weights or float32.
+    pub logits_dtype: Dtype,
     /// Whether the matrix products of layers are computed in FP8.
     pub fp8: bool,
     /// Format of the optimizer's moments.

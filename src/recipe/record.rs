@@ -18,6 +18,8 @@ pub(crate) const EXPERT_PRODUCTS: &str = "expert_products";
 pub(crate) const LONG_SUMS: &str = "long_sums";
 /// Key of the rows that the head computes.
 pub(crate) const HEAD_ROWS: &str = "head_rows";
+/// Key of the format of logits.
+pub(crate) const LOGITS_DTYPE: &str = "logits_dtype";
 /// Key of the loss of pairs, absent for the loss of tokens.
 pub(crate) const OBJECTIVE: &str = "pair_loss";
 /// Key of the format in which a loss of completions with a reference computes log-probabilities.

@@ -1,4 +1,4 @@
-use super::record::{CPU_SUM_BLOCK, HEAD_ROWS, LONG_SUMS, MATMUL, STEP, TOKEN_LOGPS};
+use super::record::{CPU_SUM_BLOCK, HEAD_ROWS, LOGITS_DTYPE, LONG_SUMS, MATMUL, STEP, TOKEN_LOGPS};
 use super::*;
 use crate::data::rows::hold_out::EvalSplit;
 use crate::objective::tests::{DPO, policy};
@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 pub(crate) fn recipe() -> Recipe {
     let numerics = Numerics {
         dtype: Dtype::Bfloat16,
+        logits_dtype: Dtype::Bfloat16,
         fp8: false,
         moments: Moments::Float32,
         attention: Attention::Plain,
@@ -37,7 +38,7 @@ pub(crate) fn recipe() -> Recipe {
 }
 
 /// A change of each field.
-const CHANGES: [fn(&mut Recipe); 35] = [
+const CHANGES: [fn(&mut Recipe); 36] = [
     |r| r.rows.pair_length = Some(8),
     |r| r.objective = Some(DPO),
     |r| r.model = Arc::new(ModelShape::demo().with_layers(1)),
@@ -53,6 +54,7 @@ const CHANGES: [fn(&mut Recipe); 35] = [
     |r| r.step.group = 2,
     |r| r.step.sequence_ranks = 2,
     |r| r.numerics.dtype = Dtype::Float16,
+    |r| r.numerics.logits_dtype = Dtype::Float32,
     |r| r.numerics.fp8 = true,
     |r| r.numerics.moments = Moments::Bfloat16,
     |r| r.numerics.attention = Attention::Cudnn { deterministic: true },
@@ -115,7 +117,8 @@ fn the_record_of_checkpoints_is_stable() {
     recipe.record(&mut run);
     let text = concat!(
         r#"{"model":{},"numerics":{"loss_tile":{"rows":8,"vocab":9},"attention":"plain","expert_products":"own","#,
-        r#""long_sums":"library","head_rows":"all","attention_block":[4096,4096],"mlp_tile":null,"computed_on":"cpu","cpu_sum_block":128,"#,
+        r#""long_sums":"library","head_rows":"all","logits_dtype":"bfloat16","attention_block":[4096,4096],"mlp_tile":null,"#,
+        r#""computed_on":"cpu","cpu_sum_block":128,"#,
         r#""matmul":"in the format of weights","#,
         r#""sequence_ranks":1,"gradient_group":1,"pair_loss":null},"moments":"float32","step":{"micro_batches":4,"gradient_shares":2}}"#,
     );
@@ -129,6 +132,7 @@ fn older_records_are_completed_and_missing_parts_stay_missing() {
     assert_eq!((&whole["numerics"]["attention"], &whole["numerics"][MATMUL]), (&json!("cudnn"), &json!("in the format of weights")));
     assert_eq!(whole["numerics"][LONG_SUMS], json!("library"));
     assert_eq!(whole["numerics"][HEAD_ROWS], json!("all"));
+    assert_eq!(whole["numerics"][LOGITS_DTYPE], json!("bfloat16"), "the format of the weights");
     assert_eq!(whole["numerics"].get(CPU_SUM_BLOCK), Some(&Value::Null), "sums in one chain");
     assert_eq!((&whole["moments"], whole.get(STEP)), (&json!("float32"), None));
     assert_eq!(recipe().complete(Map::new()).get("numerics"), None::<&Value>);

@@ -1,6 +1,8 @@
 //! Choices of a request, with words as values.
 
 use crate::device::ExpertProducts;
+use crate::dtype::Dtype;
+use crate::error;
 use crate::model::head_rows::HeadRows;
 use crate::model::policy::LayerPolicy;
 use crate::optim::split::Masters;
@@ -207,6 +209,55 @@ impl HeadRowsChoice {
             Self::Auto | Self::All => HeadRows::All,
             Self::Trained => HeadRows::Trained,
         }
+    }
+}
+
+/// Format of the logits, from which losses and log-probabilities are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogitsDtypeChoice {
+    /// `float32` for losses of pairs, completions and teachers; otherwise `--dtype`. A resumed run keeps its format.
+    Auto,
+    /// With `--dtype bfloat16`.
+    Bfloat16,
+    /// With `--dtype float16`.
+    Float16,
+    /// With every `--dtype`.
+    Float32,
+}
+
+impl From<Dtype> for LogitsDtypeChoice {
+    /// The choice of a format of logits.
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::Bfloat16 => Self::Bfloat16,
+            Dtype::Float16 => Self::Float16,
+            _ => Self::Float32,
+        }
+    }
+}
+
+impl LogitsDtypeChoice {
+    pub(crate) fn is_auto(&self) -> bool {
+        *self == Self::Auto
+    }
+
+    /// The format of logits in a run with this choice and weights of `dtype`.
+    ///
+    /// # Errors
+    /// `Usage` for 16 bits of another format than that of the weights.
+    pub(crate) fn resolve(self, dtype: Dtype, has_objective: bool) -> error::Result<Dtype> {
+        let wanted = match self {
+            Self::Auto => return Ok(if has_objective { Dtype::Float32 } else { dtype }),
+            Self::Bfloat16 => Dtype::Bfloat16,
+            Self::Float16 => Dtype::Float16,
+            Self::Float32 => Dtype::Float32,
+        };
+        if [dtype, Dtype::Float32].contains(&wanted) {
+            return Ok(wanted);
+        }
+        let of_weights = if dtype == Dtype::Float32 { String::new() } else { format!("{dtype} or ") };
+        Err(error::Error::usage(format_args!("--logits-dtype {wanted} with --dtype {dtype}: use --logits-dtype {of_weights}float32")))
     }
 }
 

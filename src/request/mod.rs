@@ -18,8 +18,8 @@ use crate::recipe::{Numerics, Recipe, StepShape};
 use crate::units::Bytes;
 use check::require;
 use choices::{
-    AttentionChoice, EarlyRows, ExpertProductsChoice, HeadRowsChoice, HostMemoryKind, IsaChoice, MastersChoice, SaveMemory, Strategy,
-    Transport,
+    AttentionChoice, EarlyRows, ExpertProductsChoice, HeadRowsChoice, HostMemoryKind, IsaChoice, LogitsDtypeChoice, MastersChoice,
+    SaveMemory, Strategy, Transport,
 };
 use cut::{StepCut, StepSplit};
 use std::path::PathBuf;
@@ -56,6 +56,8 @@ pub struct KernelChoices {
     pub experts: ExpertProductsChoice,
     /// Rows that the head computes.
     pub head_rows: HeadRowsChoice,
+    /// Format of the logits.
+    pub logits_dtype: LogitsDtypeChoice,
     /// Tile of the loss that a checkpoint prescribes.
     pub loss_tile: Option<LossTile>,
     /// How long sums of products are computed, as a checkpoint prescribes.

@@ -8,12 +8,13 @@ use crate::config::checks::STEP_TOKENS_MAX;
 use crate::config::settings::Settings;
 use crate::describe;
 use crate::device::{ExpertProducts, LongSums};
+use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::model::activations::LossTile;
 use crate::model::head_rows::HeadRows;
 use crate::recipe::part::RunPart;
-use crate::recipe::record::{EXPERT_PRODUCTS, GRADIENT_GROUP, HEAD_ROWS, LONG_SUMS, LOSS_TILE, SEQUENCE_RANKS, STEP};
-use crate::request::choices::{ExpertProductsChoice, HeadRowsChoice};
+use crate::recipe::record::{EXPERT_PRODUCTS, GRADIENT_GROUP, HEAD_ROWS, LOGITS_DTYPE, LONG_SUMS, LOSS_TILE, SEQUENCE_RANKS, STEP};
+use crate::request::choices::{ExpertProductsChoice, HeadRowsChoice, LogitsDtypeChoice};
 use crate::units::counted;
 use serde::Deserialize;
 use serde_json::Value;
@@ -69,6 +70,11 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, on_gpu: bool, obser
             requested if is_allowed => requested,
             requested => head_rows(requested, recorded(loaded, HEAD_ROWS))
                 .map_err(|e| Error::format(loaded.manifest_path(), format_args!("{HEAD_ROWS}: {e}")))?,
+        },
+        logits_dtype: match settings.logits_dtype {
+            requested if is_allowed => requested,
+            requested => logits_dtype(requested, recorded(loaded, LOGITS_DTYPE), settings.weight_dtype())
+                .map_err(|e| Error::format(loaded.manifest_path(), format_args!("{LOGITS_DTYPE}: {e}")))?,
         },
         expert_products: match settings.expert_products {
             requested if is_allowed || !on_gpu => requested,
@@ -188,6 +194,16 @@ fn head_rows(requested: HeadRowsChoice, then: Option<&Value>) -> serde_json::Res
     }
 }
 
+/// The format of logits: that of a checkpoint, `then`, unless `requested` is another. Older checkpoints had logits in the format of the weights,
+/// `of_weights`, and 16 bits are always those of the weights.
+fn logits_dtype(requested: LogitsDtypeChoice, then: Option<&Value>, of_weights: Dtype) -> serde_json::Result<LogitsDtypeChoice> {
+    Ok(match (requested, then.map(Dtype::deserialize).transpose()?) {
+        (LogitsDtypeChoice::Auto, Some(Dtype::Float32)) => LogitsDtypeChoice::Float32,
+        (LogitsDtypeChoice::Auto, _) => of_weights.into(),
+        (requested, _) => requested,
+    })
+}
+
 /// The way of long sums of a checkpoint. Older checkpoints left them to the library.
 fn long_sums(then: Option<&Value>) -> serde_json::Result<LongSums> {
     then.map_or(Ok(LongSums::Library), LongSums::deserialize)
@@ -229,6 +245,19 @@ mod tests {
         assert_eq!(head_rows(auto, None).unwrap(), all, "a checkpoint of before");
         assert_eq!(head_rows(all, Some(&json!("trained"))).unwrap(), all, "which is compared, and refused, later");
         assert!(head_rows(auto, Some(&json!("some"))).unwrap_err().to_string().contains("unknown variant `some`"));
+    }
+
+    #[test]
+    fn a_run_resumes_with_the_format_of_its_logits_unless_another_is_requested() {
+        let of = |requested, then: Option<Value>| logits_dtype(requested, then.as_ref(), Dtype::Bfloat16);
+        let (auto, bfloat16, float32) = (LogitsDtypeChoice::Auto, LogitsDtypeChoice::Bfloat16, LogitsDtypeChoice::Float32);
+        assert_eq!(of(auto, Some(json!("float32"))).unwrap(), float32);
+        assert_eq!(of(auto, Some(json!("bfloat16"))).unwrap(), bfloat16);
+        assert_eq!(of(auto, Some(json!("float16"))).unwrap(), bfloat16, "the format of the weights, which is compared later");
+        assert_eq!(of(auto, None).unwrap(), bfloat16, "a checkpoint of before");
+        assert_eq!(logits_dtype(auto, None, Dtype::Float32).unwrap(), float32);
+        assert_eq!(of(bfloat16, Some(json!("float32"))).unwrap(), bfloat16, "which is compared, and refused, later");
+        assert!(of(auto, Some(json!("some"))).unwrap_err().to_string().contains("unknown variant `some`"));
     }
 
     #[test]

@@ -2,13 +2,14 @@
 
 use super::bounds::{Near, U, growth};
 use super::formats::{FLOATS, wide};
-use super::harness::{Bench, Case, Want};
+use super::harness::{Bench, Case, Handle, Slices, Want};
 use super::kernels::Suite;
 use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
+use superoffload::Result;
 use superoffload::internals::device::{
-    CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, CrossEntropyStats, PairLosses, PolicyLosses,
+    Cast, CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, CrossEntropyStats, Kernels, PairLosses, PolicyLosses, Stream,
 };
 use superoffload::internals::dtype::Dtype;
 use superoffload::internals::objective::{PolicyLoss, PolicyLossKind, PolicyToken};
@@ -44,11 +45,11 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
             let name = |kernel: &str| format!("{kernel} {dtype} {rows} rows, tokens {start}..{} of {vocab}", start + cols);
             for (kind, softcap) in [("", None), (" capped", Some(4.0))] {
                 suite.case(&name(&format!("cross_entropy_stats{kind}")), |bench, random| stats(bench, random, dtype, tile, softcap));
-                suite.case(&name(&format!("cross_entropy_grad{kind}")), |bench, random| grad(bench, random, dtype, tile, softcap));
-                let row_grad = name(&format!("cross_entropy_row_grad{kind}"));
-                suite.case(&row_grad, |bench, random| row_grads(bench, random, dtype, tile, softcap));
             }
         }
+    }
+    for formats in [[Dtype::Bfloat16; 2], [Dtype::Float16; 2], [FP32; 2], [FP32, Dtype::Bfloat16], [FP32, Dtype::Float16]] {
+        gradient_cases(suite, formats);
     }
     for rows in [1, 2, 31, 257, 4096] {
         suite.case(&format!("cross_entropy_loss {rows} rows"), move |bench, random| loss(bench, random, rows));
@@ -74,6 +75,48 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
             let name = format!("policy_losses {kind:?} {rows} rows, beta {beta}");
             suite.case(&name, move |bench, random| policy_losses(bench, random, (kind, beta), rows));
         }
+    }
+}
+
+/// Gradients of `logits` in the format `gradients`.
+fn gradient_cases<W: Write>(suite: &mut Suite<'_, W>, [logits, gradients]: [Dtype; 2]) {
+    let (formats, full) = ([logits, gradients], suite.full(gradients));
+    let name_of_formats = if logits == gradients { logits.to_string() } else { format!("{logits} to {gradients}") };
+    for tile in TILES.into_iter().chain(full.then_some(FULL)) {
+        let Tile { rows, cols, start, vocab } = tile;
+        let name = |kernel: &str| format!("{kernel} {name_of_formats} {rows} rows, tokens {start}..{} of {vocab}", start + cols);
+        for (kind, softcap) in [("", None), (" capped", Some(4.0))] {
+            suite.case(&name(&format!("cross_entropy_grad{kind}")), |bench, random| grad(bench, random, formats, tile, softcap));
+            let row_grad = name(&format!("cross_entropy_row_grad{kind}"));
+            suite.case(&row_grad, |bench, random| row_grads(bench, random, formats, tile, softcap));
+        }
+    }
+}
+
+/// Buffers of logits that become gradients.
+#[derive(Clone, Copy)]
+struct GradientBuffers {
+    logits: Handle,
+    /// The gradients without the bytes between their rows, if their format is narrower than that of the logits.
+    narrow: Option<Handle>,
+}
+
+impl GradientBuffers {
+    fn new(case: &mut Case, logits: &[f32], [dtype, gradients]: [Dtype; 2]) -> Self {
+        if dtype == gradients {
+            return Self { logits: case.updated("logits", dtype, logits, Want::Same), narrow: None };
+        }
+        let narrow = case.output("gradients", FP32, logits.len(), Want::Same);
+        Self { logits: case.updated("logits", dtype, logits, Want::Any), narrow: Some(narrow) }
+    }
+
+    /// Copies gradients of a narrower format out of rows of `cols` logits.
+    fn take(self, dev: &mut dyn Kernels, at: &Slices, gradients: Dtype, cols: usize) -> Result<()> {
+        let Some(narrow) = self.narrow else { return Ok(()) };
+        (0..at[narrow].elems() / cols).try_for_each(|row| {
+            let src = at[self.logits].view(row * cols * FP32.bytes(), cols, gradients);
+            dev.launch(Cast { stream: Stream::Compute, src, dst: at[narrow].slice(row * cols, cols) })
+        })
     }
 }
 
@@ -158,18 +201,19 @@ fn stats(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, softc
 }
 
 /// Like [`grad`], with a scale for each row.
-fn row_grads(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, softcap: Option<f32>) -> Outcome {
-    let Tile { rows, cols, start, .. } = tile;
+fn row_grads(bench: &mut Bench, random: &mut Random, formats: [Dtype; 2], tile: Tile, softcap: Option<f32>) -> Outcome {
+    let (Tile { rows, cols, start, .. }, [dtype, gradients]) = (tile, formats);
     let (logits, targets) = (random.scaled(dtype, rows * cols, 6.0), targets(random, tile));
     let stats: Vec<f32> =
         (0..rows).flat_map(|row| [6.0 + row as f32 / 64.0, 1.0 + random.positive(1)[0] * cols as f32 / 6.0, 0.5]).collect();
     let scales: Vec<f32> = (0..rows).map(|row| if row % 5 == 4 { 0.0 } else { random.scaled(FP32, 1, 2.0)[0] }).collect();
     let mut case = Case::default();
-    let logits = case.updated("logits", dtype, &logits, Want::Same);
+    let buffers = GradientBuffers::new(&mut case, &logits, formats);
     let (targets, stats, scales) = (case.ints("targets", &targets), case.input("stats", FP32, &stats), case.input("scales", FP32, &scales));
     case.check(bench, &|dev, at| {
-        let (logits, targets, stats, scales) = (at[logits], at[targets], at[stats], at[scales]);
-        dev.launch(CrossEntropyRowGrad { logits, targets, stats, scales, vocab_start: start, cols, softcap })
+        let (logits, targets, stats, scales) = (at[buffers.logits], at[targets], at[stats], at[scales]);
+        dev.launch(CrossEntropyRowGrad { logits, gradients, targets, stats, scales, vocab_start: start, cols, softcap })?;
+        buffers.take(dev, at, gradients, cols)
     })
 }
 
@@ -276,8 +320,8 @@ fn policy_losses(bench: &mut Bench, random: &mut Random, (kind, beta): (PolicyLo
 }
 
 /// Elementwise from given statistics: the CPU's bits. Ignored rows may have any logits.
-fn grad(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, softcap: Option<f32>) -> Outcome {
-    let Tile { rows, cols, start, .. } = tile;
+fn grad(bench: &mut Bench, random: &mut Random, formats: [Dtype; 2], tile: Tile, softcap: Option<f32>) -> Outcome {
+    let (Tile { rows, cols, start, .. }, [dtype, gradients]) = (tile, formats);
     let (mut logits, targets) = (random.scaled(dtype, rows * cols, 6.0), targets(random, tile));
     let masked = logits.chunks_exact_mut(cols).zip(&targets).filter(|(_, target)| **target < 0);
     masked.for_each(|(row, _)| row.iter_mut().zip([f32::NAN, 1e4, f32::INFINITY]).for_each(|(x, wild)| *x = wild));
@@ -285,11 +329,12 @@ fn grad(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, softca
         (0..rows).flat_map(|row| [6.0 + row as f32 / 64.0, 1.0 + random.positive(1)[0] * cols as f32 / 6.0, 0.5]).collect();
     for scale in [1.0 / 4096.0, 16.0] {
         let mut case = Case::default();
-        let logits = case.updated("logits", dtype, &logits, Want::Same);
+        let buffers = GradientBuffers::new(&mut case, &logits, formats);
         let (targets, stats) = (case.ints("targets", &targets), case.input("stats", FP32, &stats));
         case.check(bench, &|dev, at| {
-            let (logits, targets, stats) = (at[logits], at[targets], at[stats]);
-            dev.launch(CrossEntropyGrad { logits, targets, stats, vocab_start: start, cols, softcap, scale })
+            let (logits, targets, stats) = (at[buffers.logits], at[targets], at[stats]);
+            dev.launch(CrossEntropyGrad { logits, gradients, targets, stats, vocab_start: start, cols, softcap, scale })?;
+            buffers.take(dev, at, gradients, cols)
         })?;
     }
     Ok(0.0)

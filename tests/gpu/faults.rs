@@ -106,7 +106,7 @@ const WRONG_CALLS: [(&str, WrongCall); 31] = [
     }),
     ("matmul onto a base of another size", |dev, memory| {
         let (shape, at) = (MatmulShape { layout: MatmulLayout::Nt, m: 2, n: 3, k: 4 }, |index, elems| part(memory, index, elems, FP32));
-        dev.launch(Matmul { shape, a: at(0, 8), b: at(1, 12), bias: None, base: Some(at(3, 5)), c: at(2, 6) })
+        dev.launch(Matmul { shape, a: at(0, 8), a_pitch: None, b: at(1, 12), bias: None, base: Some(at(3, 5)), c: at(2, 6) })
     }),
     ("embed of a table of another width", |dev, memory| {
         embed(dev, [tokens(memory, 4), tokens(memory, 4), part(memory, 1, 10, FP32), part(memory, 2, 16, FP32)])

@@ -32,9 +32,58 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
             let full = if suite.full(dtype) { &FULL[..] } else { &[] };
             for &(m, n, k) in SIZES.iter().chain(full) {
                 let shape = MatmulShape { layout, m, n, k };
-                suite.case(&format!("matmul {layout:?} {dtype} {m}x{n}x{k}"), |bench, random| product(bench, random, dtype, shape));
+                let kind = Product { dtype, result: dtype, shape, between: 0 };
+                suite.case(&format!("matmul {layout:?} {dtype} {m}x{n}x{k}"), |bench, random| product(bench, random, kind));
             }
         }
+    }
+    logits_cases(suite);
+}
+
+/// The products of fp32 logits and of gradients in their place: 16-bit factors with an fp32 result, and rows of the first factor with gaps.
+fn logits_cases<W: Write>(suite: &mut Suite<'_, W>) {
+    for dtype in [Dtype::Bfloat16, Dtype::Float16] {
+        let full = if suite.full(dtype) { &FULL[..] } else { &[] };
+        for &(m, n, k) in SIZES.iter().chain(full) {
+            let shape = MatmulShape { layout: MatmulLayout::Nt, m, n, k };
+            let kind = Product { dtype, result: Dtype::Float32, shape, between: 0 };
+            suite.case(&format!("matmul Nt {dtype} to float32 {m}x{n}x{k}"), |bench, random| product(bench, random, kind));
+            for layout in [MatmulLayout::Nn, MatmulLayout::Tn] {
+                let between = if layout == MatmulLayout::Tn { m } else { k };
+                let kind = Product { dtype, result: dtype, shape: MatmulShape { layout, ..shape }, between };
+                suite.case(&format!("matmul {layout:?} {dtype} {m}x{n}x{k} of rows with gaps"), |bench, random| {
+                    product(bench, random, kind)
+                });
+            }
+        }
+    }
+}
+
+/// A kind of product.
+#[derive(Clone, Copy)]
+struct Product {
+    /// Format of the factors.
+    dtype: Dtype,
+    /// Format of the result.
+    result: Dtype,
+    shape: MatmulShape,
+    /// Elements between the stored rows of the first factor.
+    between: usize,
+}
+
+impl Product {
+    /// The first factor, and with the elements between its rows.
+    fn first_factor(self, random: &mut Random) -> [Vec<f32>; 2] {
+        let MatmulShape { layout, m, k, .. } = self.shape;
+        let (rows, cols) = if layout == MatmulLayout::Tn { (k, m) } else { (m, k) };
+        let pitch = cols + self.between;
+        let stored = random.uniform(self.dtype, rows * pitch);
+        [stored.chunks_exact(pitch).flat_map(|row| row[..cols].to_vec()).collect(), stored]
+    }
+
+    fn pitch(self) -> Option<usize> {
+        let MatmulShape { layout, m, k, .. } = self.shape;
+        (self.between > 0).then_some(self.between + if layout == MatmulLayout::Tn { m } else { k })
     }
 }
 
@@ -46,7 +95,8 @@ pub fn in_slices<W: Write>(suite: &mut Suite<'_, W>) {
     for layout in MatmulLayout::ALL {
         for (dtype, (m, n, k)) in FLOATS.into_iter().flat_map(|dtype| IN_PARTS.map(|size| (dtype, size))) {
             let shape = MatmulShape { layout, m, n, k };
-            suite.case(&format!("matmul {layout:?} {dtype} {m}x{n}x{k} in slices"), |bench, random| product(bench, random, dtype, shape));
+            let kind = Product { dtype, result: dtype, shape, between: 0 };
+            suite.case(&format!("matmul {layout:?} {dtype} {m}x{n}x{k} in slices"), |bench, random| product(bench, random, kind));
         }
     }
 }
@@ -69,14 +119,16 @@ const LARGE: usize = 1 << 20;
 
 /// The error is that of the sum, see [`product_growth`]. On a GPU each [`intermediate`] result may also be rounded to the format:
 /// cuBLASLt's kernels for rows that are not whole 16-byte vectors add to an already rounded result.
-fn product(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: MatmulShape) -> Outcome {
+fn product(bench: &mut Bench, random: &mut Random, kind: Product) -> Outcome {
+    let Product { dtype, result, shape, .. } = kind;
     let MatmulShape { m, n, k, .. } = shape;
-    let (a, b) = (random.uniform(dtype, m * k), random.uniform(dtype, k * n));
-    let (bias, before) = (random.uniform(dtype, n), random.uniform(dtype, m * n));
+    let ([a, stored], b) = (kind.first_factor(random), random.uniform(dtype, k * n));
+    let (bias, before) = (random.uniform(dtype, n), random.uniform(result, m * n));
     let exact = multiply(shape, &a, &b, U * product_growth(dtype, k));
     let mut worst = 0f64;
-    for &(with_bias, base) in &ADDED[..if m * n * k > LARGE { ADDED_TO_LARGE } else { ADDED.len() }] {
-        let unit = if bench.same_bits { 0.0 } else { unit(dtype) };
+    let added = &ADDED[..if m * n * k > LARGE { ADDED_TO_LARGE } else { ADDED.len() }];
+    for &(with_bias, base) in added.iter().filter(|(with_bias, _)| result == dtype || !with_bias) {
+        let unit = if bench.same_bits { 0.0 } else { unit(result) };
         let sum = |(i, near): (usize, &Near)| {
             let added = [with_bias.then(|| bias[i % n]), (base != Base::None).then(|| before[i])].map(|x| x.map(f64::from));
             let rounded = intermediate(near.want, added);
@@ -84,18 +136,18 @@ fn product(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: MatmulSh
         };
         let sums: Vec<Near> = exact.iter().enumerate().map(sum).collect();
         let mut case = Case::default();
-        let (a, b, bias) = (case.input("a", dtype, &a), case.input("b", dtype, &b), case.input("bias", dtype, &bias));
+        let (a, b, bias) = (case.input("a", dtype, &stored), case.input("b", dtype, &b), case.input("bias", dtype, &bias));
         let (base, c) = match base {
-            Base::None => (None, case.output("c", dtype, m * n, Want::Near(sums))),
+            Base::None => (None, case.output("c", result, m * n, Want::Near(sums))),
             Base::Output => {
-                let c = case.updated("c", dtype, &before, Want::Near(sums));
+                let c = case.updated("c", result, &before, Want::Near(sums));
                 (Some(c), c)
             }
-            Base::Apart => (Some(case.input("base", dtype, &before)), case.output("c", dtype, m * n, Want::Near(sums))),
+            Base::Apart => (Some(case.input("base", result, &before)), case.output("c", result, m * n, Want::Near(sums))),
         };
         let outcome = case.check(bench, &|dev, at| {
             let (bias, base) = (with_bias.then(|| at[bias]), base.map(|base| at[base]));
-            dev.launch(Matmul { shape, a: at[a], b: at[b], bias, base, c: at[c] })
+            dev.launch(Matmul { shape, a: at[a], a_pitch: kind.pitch(), b: at[b], bias, base, c: at[c] })
         });
         worst = worst.max(outcome?);
     }

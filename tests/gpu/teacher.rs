@@ -42,7 +42,8 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
             for (kind, softcap) in [("", None), (" capped", Some(4.0))] {
                 suite.case(&name(&format!("teacher_stats{kind}")), |bench, random| stats(bench, random, dtype, tile, softcap));
             }
-            suite.case(&name("teacher_grad"), |bench, random| grads(bench, random, dtype, tile));
+            suite.case(&name("teacher_grad"), |bench, random| grads(bench, random, dtype, (tile, cols)));
+            suite.case(&name("teacher_grad in wider rows"), |bench, random| grads(bench, random, dtype, (tile, 2 * cols)));
         }
     }
     for (rows, top_k) in [(1, 1), (40, 8), (700, 64), (513, 33)] {
@@ -140,10 +141,10 @@ fn stats(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, softc
     Ok(worst)
 }
 
-/// Gradients overwrite their columns, with one rounding.
-fn grads(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile) -> Outcome {
+/// Gradients overwrite their columns, with one rounding. Rows of gradients begin `pitch` elements apart.
+fn grads(bench: &mut Bench, random: &mut Random, dtype: Dtype, (tile, pitch): (Tile, usize)) -> Outcome {
     let Tile { rows, cols, start, vocab, top_k } = tile;
-    let (logits, teachers) = (random.scaled(dtype, rows * cols, 6.0), teachers(random, rows, vocab, top_k));
+    let (logits, teachers) = (random.scaled(dtype, rows * pitch, 6.0), teachers(random, rows, vocab, top_k));
     let (targets, mut entries) = (targets(random, &teachers, vocab), random.scaled(dtype, rows * (top_k + 1), 2.0));
     let column = |id: usize| id.checked_sub(start).filter(|&col| col < cols);
     let mut want = logits.clone();
@@ -153,7 +154,7 @@ fn grads(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile) -> Ou
             entries[top_k] = entries[place];
         }
         let places = teacher.iter().zip(&*entries).chain([(&target, &entries[top_k])]);
-        places.filter_map(|(id, entry)| Some((column(*id)?, entry))).for_each(|(col, entry)| want[row * cols + col] = *entry);
+        places.filter_map(|(id, entry)| Some((column(*id)?, entry))).for_each(|(col, entry)| want[row * pitch + col] = *entry);
     }
     let mut case = Case::default();
     let logits = case.updated("logits", dtype, &logits, Want::Near(wide(&want).into_iter().map(Near::exact).collect()));
@@ -161,7 +162,7 @@ fn grads(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile) -> Ou
     let entries = case.input("entries", FP32, &entries);
     case.check(bench, &|dev, at| {
         let (logits, targets, teacher, entries) = (at[logits], at[targets], at[teacher], at[entries]);
-        dev.launch(TeacherGrad { logits, targets, teacher, entries, top_k, vocab_start: start, cols })
+        dev.launch(TeacherGrad { logits, pitch, targets, teacher, entries, top_k, vocab_start: start, cols })
     })
 }
 

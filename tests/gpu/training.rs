@@ -4,7 +4,7 @@ use super::planned;
 use super::report::{Missed, Outcome, Report, require};
 use std::io::Write;
 use superoffload::internals::checkpoint::StateDigest;
-use superoffload::internals::data::{Batch, Batches, DataPosition, Dataset, Loader, Preparation, RowRules, Tokenizer};
+use superoffload::internals::data::{Batch, Batches, DataPosition, Dataset, Loader, Preparation, RandomTokens, RowRules, Tokenizer};
 use superoffload::internals::device::{CpuDevice, DeviceKind, Kernels};
 use superoffload::internals::engine::{Counts, Engine, StepReport};
 use superoffload::internals::hardware::Topology;
@@ -111,9 +111,10 @@ impl Run {
     }
 }
 
-/// A loader that calls a function before each batch.
+/// A loader that calls a function before each batch. Losses of pairs, completions and teachers get random rows in its place.
 struct Awaited<'a> {
     loader: Loader,
+    random: RandomTokens,
     before_data: &'a mut dyn FnMut(),
     /// Whether the first five of eight targets of a row are masked, as those of a prompt.
     masks_prompts: bool,
@@ -122,6 +123,9 @@ struct Awaited<'a> {
 impl Batches for Awaited<'_> {
     fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
         (self.before_data)();
+        if batch.list.is_some() {
+            return self.random.fill(batch);
+        }
         self.loader.fill(batch)?;
         cut(batch);
         if self.masks_prompts {
@@ -178,11 +182,12 @@ pub fn run_engine<D: Kernels>(mut engine: Engine<D>, settings: &Settings, course
         engine.write_state(StatePart::PARAMS, spec.offset_elems, &params)?;
     }
     engine.send_weights()?;
-    let dataset =
-        Dataset::open(&settings.data, &Tokenizer::bytes(), vocab, RowRules::wrapped(settings.seq_length), &mut Preparation::default())?;
+    let data = if settings.loss.is_some() { &[] } else { &settings.data[..] };
+    let dataset = Dataset::open(data, &Tokenizer::bytes(), vocab, RowRules::wrapped(settings.seq_length), &mut Preparation::default())?;
     let loader = Loader::new(dataset, batch, settings.seed, true, DataPosition::default())?;
     let masks_prompts = engine.plan().recipe.numerics.head_rows == HeadRows::Trained;
-    let mut batches = Awaited { loader, before_data, masks_prompts };
+    let random = RandomTokens::new(settings.seed, vocab);
+    let mut batches = Awaited { loader, random, before_data, masks_prompts };
     let (mut reports, mut counts) = (Vec::new(), Counts::default());
     for step in 0..steps {
         if let Some(plan) = moves(step)? {
@@ -226,6 +231,15 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
             report.case(&format!("training/losses of {family:?} in {dtype}"), || losses(subject, &family.shape(4), dtype, ""));
         }
     }
+    for (more, words) in [("", ""), (TRAINED_ROWS, ", few trained rows")] {
+        let name = format!("training/losses in bfloat16, logits in float32{words}");
+        report.case(&name, || losses(subject, &shape(), "bfloat16", &format!("{FP32_LOGITS}{more}")));
+    }
+    for (name, lines) in OBJECTIVES {
+        report.case(&format!("training/numbers of {name}"), || numbers(subject, lines));
+        let variant = Variant { name: "", common: lines, speculating: RESIDENT_AND_CAST, clip: Clip::Sometimes, skips: false };
+        report.case(&format!("training/digests of {name}"), || digests(subject, &shape(), &variant));
+    }
     for variant in variants() {
         report.case(&format!("training/digests {}", variant.name), || digests(subject, &shape(), &variant));
     }
@@ -260,26 +274,56 @@ const TRAINED_ROWS: &str = "head-rows = \"trained\"\n";
 
 const PACKED: &str = "packing = \"bfd\"\n";
 
+const FP32_LOGITS: &str = "logits-dtype = \"float32\"\n";
+
+/// Settings of a loss of pairs, of completions and of a teacher, whose logits are fp32 and whose records are random. None has a reference, which
+/// takes memory when it is computed.
+const OBJECTIVES: [(&str, &str); 3] = [
+    ("simpo", "loss = \"simpo\"\nbeta = 2.0\npacking = \"bfd\"\ndata = [\"records.jsonl\"]\ndata-format = \"preference\"\n"),
+    ("dapo", "loss = \"dapo\"\npacking = \"bfd\"\ndata = [\"records.jsonl\"]\ndata-format = \"rollouts\"\n"),
+    (
+        "distill",
+        "loss = \"distill\"\nkd-ratio = 0.7\nloss-top-k = 2\npacking = \"bfd\"\ndata = [\"records.jsonl\"]\ndata-format = \"teacher\"\n",
+    ),
+];
+
+/// Compares the losses of a few steps with the CPU device's. `lines` are settings of both.
+fn numbers<D: Kernels>(subject: &Subject<'_, D>, lines: &str) -> Outcome {
+    let toml = |dtype: &str| format!("resident-buckets = 0\nmax-grad-norm = 1\n{lines}dtype = \"{dtype}\"\n");
+    let reference = reference(OBJECTIVE_STEPS);
+    let on_cpu = |dtype| train_shape(&reference, &shape(), &format!("{REFERENCE}{}", toml(dtype)), OBJECTIVE_STEPS, false);
+    let have = train_shape(subject, &shape(), &format!("{}{}", subject.settings, toml("bfloat16")), OBJECTIVE_STEPS, false)?;
+    let want = on_cpu("bfloat16")?;
+    require(!subject.same_bits || have.digest == want.digest, || "another digest than the reference's".into())?;
+    worst_loss(&have, &want, bfloat16_bounds(&want, &on_cpu("float32")?))
+}
+
+/// Random records teach nothing, and each step has other ones.
+const OBJECTIVE_STEPS: usize = 6;
+
 /// Compares losses with the CPU device's. `more` are settings of both, without FP8 in float32.
 fn losses<D: Kernels>(subject: &Subject<'_, D>, shape: &ModelShape, dtype: &str, more: &str) -> Outcome {
     let more = |dtype: &str| if dtype == "float32" { more.replace(FP8, "") } else { more.into() };
     let toml = |dtype: &str| {
         format!("{SPECULATE}{}bucket-mib = 0.0625\nresident-buckets = 0\ndtype = \"{dtype}\"\nmax-grad-norm = 1\n", more(dtype))
     };
-    let reference: Subject<'_, CpuDevice> = Subject {
-        engine: &cpu_engine,
-        machine: Machine::cpu(2),
-        settings: REFERENCE,
-        same_bits: true,
-        overlaps: true,
-        steps: subject.steps,
-    };
+    let reference = reference(subject.steps);
     let on_cpu = |dtype| train_shape(&reference, shape, &format!("{REFERENCE}{}", toml(dtype)), reference.steps, false);
     let have = train_shape(subject, shape, &format!("{}{}", subject.settings, toml(dtype)), subject.steps, false)?;
     let want = on_cpu(dtype)?;
     require(!subject.same_bits || have.digest == want.digest, || "another digest than the reference's".into())?;
     require(want.reports[subject.steps - 1].loss < want.reports[0].loss - 0.5, || "the reference learned nothing".into())?;
     let bounds = if dtype == "float32" { float32_bounds(&want, shape) } else { bfloat16_bounds(&want, &on_cpu("float32")?) };
+    worst_loss(&have, &want, bounds)
+}
+
+/// The CPU device of `losses` on the CPU.
+fn reference(steps: usize) -> Subject<'static, CpuDevice> {
+    Subject { engine: &cpu_engine, machine: Machine::cpu(2), settings: REFERENCE, same_bits: true, overlaps: true, steps }
+}
+
+/// The largest distance of a loss from the one on the CPU, relative to its bound.
+fn worst_loss(have: &Run, want: &Run, bounds: Vec<f64>) -> Outcome {
     let mut worst = 0f64;
     for (step, ((have, want), bound)) in have.losses().into_iter().zip(want.losses()).zip(bounds).enumerate() {
         let off = f64::from((have - want).abs());
@@ -338,7 +382,7 @@ const RESIDENT_AND_CAST: &str = match (cfg!(feature = "repartition"), cfg!(featu
     (false, false) => "bucket-mib = 0.0625\nslots = 3\n",
 };
 
-fn variants() -> [Variant; 11] {
+fn variants() -> [Variant; 12] {
     let plain = Variant {
         name: "",
         common: "",
@@ -380,6 +424,7 @@ fn variants() -> [Variant; 11] {
             clip: Clip::Sometimes,
             ..plain
         },
+        Variant { name: "logits in float32, sometimes clipped", common: FP32_LOGITS, clip: Clip::Sometimes, ..plain },
         Variant {
             name: "float16, NaN injected",
             common: "dtype = \"float16\"\ninject = [{step = 9, element = 20, value = \"nan\"}]\n",
@@ -567,8 +612,11 @@ fn prepared<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     }
     let shapes = [shape(), narrow_shape(5), wide_shape(3)];
     let cases = shapes.iter().flat_map(|shape| ["keep", "recompute-cheap", "host"].map(|policy| (shape, policy, "all")));
-    for (shape, activations, head_rows) in cases.chain([(&shapes[0], "keep", "trained")]) {
-        let toml = format!("{}activations = \"{activations}\"\nhead-rows = \"{head_rows}\"\n", subject.settings);
+    let cases = cases.chain([(&shapes[0], "keep", "trained")]).map(|case| (case, "auto"));
+    let with_fp32_logits = ["all", "trained"].map(|head_rows| ((&shapes[1], "keep", head_rows), "float32"));
+    for ((shape, activations, head_rows), logits) in cases.chain(with_fp32_logits) {
+        let more = format!("head-rows = \"{head_rows}\"\nlogits-dtype = \"{logits}\"\n");
+        let toml = format!("{}activations = \"{activations}\"\n{more}", subject.settings);
         let late = train_shape(subject, shape, &toml, 2, false)?.late_products;
         require(late == 0, || format!("{} layers that keep {activations} needed {late} products more", shape.layers.len()))?;
     }

@@ -206,6 +206,8 @@ class Settings(TypedDict, total=False):
     """Implementation of expert matrix products on a GPU [default: auto]."""
     head_rows: Literal["auto", "all", "trained"]
     """Rows that the head computes: output matrix and loss [default: auto]."""
+    logits_dtype: Literal["auto", "bfloat16", "float16", "float32"]
+    """Format of the logits, from which losses and log-probabilities are computed [default: auto]."""
     nondeterministic: bool
     """Allow GPU kernels whose results may differ between runs in the last bit [default: false]."""
     cuda_libraries: str | PathLike[str]

@@ -196,17 +196,81 @@ mod tests {
         let shape = MatmulShape { layout: MatmulLayout::Nt, m: 2, n: 1, k: 1 };
         let (a, b, bias) = (harness.floats(&[1.0, 2.0]), harness.floats(&[3.0]), harness.floats(&[0.5]));
         let (base, c) = (harness.floats(&[10.0, 20.0]), harness.floats(&[9.0; 2]));
-        harness.0.launch(Matmul { shape, a, b, bias: Some(bias), base: Some(base), c }).unwrap();
+        harness.0.launch(Matmul { shape, a, a_pitch: None, b, bias: Some(bias), base: Some(base), c }).unwrap();
         assert_eq!((harness.read::<f32>(c), harness.read::<f32>(base)), (vec![13.5, 26.5], vec![10.0, 20.0]));
         harness.0.launch(Matmul::plain(shape, [a, b, c]).onto_itself(true)).unwrap();
         assert_eq!(harness.read::<f32>(c), [16.5, 32.5]);
         harness.0.launch(Matmul::plain(shape, [a, b, c])).unwrap();
         assert_eq!(harness.read::<f32>(c), [3.0, 6.0]);
         let (row, both) = (MatmulShape { m: 1, ..shape }, harness.floats(&[0.0; 3]));
-        let overlapping = harness.0.launch(Matmul { shape, a, b, bias: None, base: Some(both.slice(0, 2)), c: both.slice(1, 2) });
+        let plain = Matmul::plain(shape, [a, b, c]);
+        let overlapping = harness.0.launch(Matmul { base: Some(both.slice(0, 2)), c: both.slice(1, 2), ..plain });
         assert_eq!(message(overlapping), "launch matmul: c overlaps base");
-        let short = harness.0.launch(Matmul { shape: row, a: a.slice(0, 1), b, bias: None, base: Some(base), c: c.slice(0, 1) });
+        let short = harness.0.launch(Matmul { shape: row, a: a.slice(0, 1), base: Some(base), c: c.slice(0, 1), ..plain });
         assert_eq!(message(short), "launch matmul: base holds 2 float32, not 1 float32");
+    }
+
+    /// A product of bfloat16 that fills the fp32 rows of logits, and the products of gradients in the first halves of these rows.
+    #[test]
+    fn products_write_fp32_and_read_rows_with_a_pitch() {
+        let mut harness = Harness::new();
+        let numbers = |values: &[f32]| values.iter().map(|&x| <bf16 as Element>::from_f32(x)).collect::<Vec<_>>();
+        let (hidden, weight) = (numbers(&[1.0, 2.0, 3.0, 5.0]), numbers(&[256.0, 1.0, 1.0, -2.0, 0.5, 4.0]));
+        let [hidden, weight] = [&hidden, &weight].map(|values| harness.with(Dtype::Bfloat16, values));
+        let logits = harness.floats(&[0.0; 6]);
+        let shape = MatmulShape { layout: MatmulLayout::Nt, m: 2, n: 3, k: 2 };
+        harness.0.launch(Matmul::plain(shape, [hidden, weight, logits])).unwrap();
+        // 773 and 258 are no numbers of bfloat16.
+        assert_eq!(harness.read::<f32>(logits), [258.0, -3.0, 8.5, 773.0, -7.0, 21.5]);
+        harness.0.launch(Matmul::plain(shape, [hidden, weight, logits]).onto_itself(true)).unwrap();
+        assert_eq!(harness.read::<f32>(logits), [516.0, -6.0, 17.0, 1546.0, -14.0, 43.0]);
+        let slopes = harness.with(Dtype::Bfloat16, &numbers(&[1.0, 2.0, -1.0, 99.0, 99.0, 99.0, 3.0, 0.5, 2.0, 99.0, 99.0, 99.0]));
+        let out = harness.0.alloc("out", 6, Dtype::Bfloat16).unwrap();
+        let to_hidden = MatmulShape { layout: MatmulLayout::Nn, m: 2, n: 2, k: 3 };
+        let product = Matmul::plain(to_hidden, [slopes, weight, out.slice(0, 4)]).with_pitch(6);
+        harness.0.launch(product).unwrap();
+        assert_eq!(harness.read::<bf16>(out.slice(0, 4)), numbers(&[257.5, -7.0, 769.5, 10.0]));
+        assert_eq!(product.bytes(), 2.0 * (6 + 6 + 4) as f64, "elements between rows are not read");
+        let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: 3, n: 2, k: 2 };
+        harness.0.launch(Matmul::plain(to_weight, [slopes, hidden, out]).with_pitch(6)).unwrap();
+        assert_eq!(harness.read::<bf16>(out), numbers(&[10.0, 17.0, 3.5, 6.5, 5.0, 8.0]));
+        let mut refused = |kernel: Matmul| message(harness.0.launch(kernel));
+        assert_eq!(
+            refused(Matmul::plain(to_hidden, [slopes, weight, out]).with_pitch(2)),
+            "launch matmul: rows of 3 elements of a that begin 2 apart"
+        );
+        assert_eq!(refused(product.with_pitch(5)), "launch matmul: a holds 12 bfloat16, not 10 bfloat16");
+        let with_bias = Matmul { bias: Some(weight.slice(0, 3)), ..Matmul::plain(shape, [hidden, weight, logits]) };
+        assert_eq!(refused(with_bias), "unsupported: matmul of two formats, a of bfloat16 and c of float32");
+        let narrow = Matmul { base: Some(out), ..Matmul::plain(shape, [hidden, weight, logits]) };
+        assert_eq!(refused(narrow), "unsupported: matmul of two formats, base of bfloat16 and c of float32");
+    }
+
+    #[test]
+    fn gradients_are_in_the_format_of_the_logits_or_in_16_bits() {
+        let mut harness = Harness::new();
+        let (logits, narrow) = (harness.floats(&[0.5, 1.5, -1.0, 2.0, 0.0, 1.0]), harness.0.alloc("narrow", 6, Dtype::Bfloat16).unwrap());
+        let (targets, stats) = (harness.with(Dtype::Int32, &[1i32, -1]), harness.floats(&[1.5, 1.5, 1.5, 0.0, 1.0, 0.0]));
+        let (vocab_start, cols, softcap, gradients) = (0, 3, None, Dtype::Float16);
+        let grad = CrossEntropyGrad { logits, gradients, targets, stats, vocab_start, cols, softcap, scale: 1.0 };
+        assert_eq!(grad.bytes(), (6 * 4 + 6 * 2) as f64);
+        harness.0.launch(grad).unwrap();
+        let rows = harness.read::<f16>(logits.view(0, 12, Dtype::Float16));
+        assert!(rows[0] > f16::ZERO && rows[1] < f16::ZERO && rows[6..9] == [f16::ZERO; 3], "{rows:?}");
+        let teacher = harness.with(Dtype::Int32, &[3i32, 0, 1, 0]);
+        let entries = harness.floats(&[0.25, 0.75, 7.0, 7.0]);
+        let in_place =
+            TeacherGrad { logits: logits.view(0, 12, Dtype::Float16), pitch: 6, targets, teacher, entries, top_k: 1, vocab_start, cols };
+        harness.0.launch(in_place).unwrap();
+        let with_teacher = harness.read::<f16>(logits.view(0, 12, Dtype::Float16));
+        assert_eq!(with_teacher[1..3], [0.75, 0.25].map(f16::from_f32), "columns of the target and of the teacher");
+        assert_eq!((with_teacher[0], &with_teacher[6..9]), (rows[0], &rows[6..9]));
+        let mut refused = |kernel: CrossEntropyGrad| message(harness.0.launch(kernel));
+        let wide = refused(CrossEntropyGrad { logits: narrow, gradients: Dtype::Float32, ..grad });
+        assert_eq!(wide, "launch cross_entropy_grad: logits of bfloat16 with gradients of float32");
+        assert!(refused(CrossEntropyGrad { gradients: Dtype::Int32, ..grad }).ends_with("logits of float32 with gradients of int32"));
+        let short = message(harness.0.launch(TeacherGrad { pitch: 2, ..in_place }));
+        assert_eq!(short, "launch teacher_grad: rows of 3 columns that begin 2 elements apart");
     }
 
     #[test]

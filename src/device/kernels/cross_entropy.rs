@@ -1,7 +1,9 @@
 //! Cross-entropy over the vocabulary, one tile of logits at a time.
 
-use crate::device::kernel::{Kernel, Operand, operands};
+use crate::device::kernel::{Kernel, Operand, operands, refused};
 use crate::device::slice::DeviceSlice;
+use crate::dtype::Dtype;
+use crate::error::Result;
 use crate::pair_loss::{PAIR_WORDS, PairLoss, REPORT_WORDS, SUM_WORDS};
 use crate::policy_loss::{PolicyLoss, TOKEN_WORDS};
 
@@ -39,6 +41,9 @@ impl Kernel for CrossEntropyStats {
 pub struct CrossEntropyGrad {
     /// `[rows, cols]`
     pub logits: DeviceSlice,
+    /// Format of the gradients: that of the logits, or 16 bits for logits in fp32. Each row of gradients begins where its row of logits begins.
+    /// The bytes behind a row of narrower gradients are undefined.
+    pub gradients: Dtype,
     /// int32 `[rows]`
     pub targets: DeviceSlice,
     /// Statistics over all tiles, see [`CrossEntropyStats::stats`].
@@ -60,6 +65,28 @@ impl Kernel for CrossEntropyGrad {
         let t = self.targets.elems();
         operands![self; Update logits[t * self.cols]; Read targets[t] Int32, Read stats[3 * t] Float32]
     }
+
+    fn bytes(&self) -> f64 {
+        gradient_bytes(self.logits, self.gradients)
+    }
+
+    fn check_shape(&self) -> Result<()> {
+        check_gradients(Self::NAME, self.logits, self.gradients)
+    }
+}
+
+/// Bytes of logits that are read, and of their gradients.
+fn gradient_bytes(logits: DeviceSlice, gradients: Dtype) -> f64 {
+    (logits.bytes() + logits.elems() * gradients.bytes()) as f64
+}
+
+/// An error for gradients in a format that `kernel` cannot write in the place of its `logits`.
+fn check_gradients(kernel: &'static str, logits: DeviceSlice, gradients: Dtype) -> Result<()> {
+    let is_narrower = logits.dtype() == Dtype::Float32 && [Dtype::Bfloat16, Dtype::Float16].contains(&gradients);
+    if is_narrower || gradients == logits.dtype() {
+        return Ok(());
+    }
+    Err(refused(kernel, format!("logits of {} with gradients of {gradients}", logits.dtype())))
 }
 
 /// `loss[0] (+)= scale * sum over rows of weight of the target * (log-sum-exp - target's logit)`, summed in row order in fp64.
@@ -90,6 +117,8 @@ impl Kernel for CrossEntropyLoss {
 pub struct CrossEntropyRowGrad {
     /// `[rows, cols]`
     pub logits: DeviceSlice,
+    /// See [`CrossEntropyGrad::gradients`].
+    pub gradients: Dtype,
     /// int32 `[rows]`
     pub targets: DeviceSlice,
     /// See [`CrossEntropyGrad::stats`].
@@ -110,6 +139,14 @@ impl Kernel for CrossEntropyRowGrad {
     fn operands(&self) -> impl AsRef<[Operand]> {
         let t = self.targets.elems();
         operands![self; Update logits[t * self.cols]; Read targets[t] Int32, Read stats[3 * t] Float32, Read scales[t] Float32]
+    }
+
+    fn bytes(&self) -> f64 {
+        gradient_bytes(self.logits, self.gradients)
+    }
+
+    fn check_shape(&self) -> Result<()> {
+        check_gradients(Self::NAME, self.logits, self.gradients)
     }
 }
 

@@ -165,12 +165,15 @@ pub struct ProductRequest {
     pub bias: bool,
 }
 
-/// `c = a * b (+ bias over columns) (+ base)`, fp32 accumulation over k in ascending order, rounded once.
+/// `c = a * b (+ bias over columns) (+ base)`, fp32 accumulation over k in ascending order, rounded once. The result has the format of the
+/// factors, or without a bias also fp32.
 #[derive(Clone, Copy, Debug)]
 pub struct Matmul {
     pub shape: MatmulShape,
-    /// `m * k` elements.
+    /// `m * k` elements, or the whole rows of a matrix with a pitch.
     pub a: DeviceSlice,
+    /// Elements between the beginnings of two stored rows of `a`; `None`: its rows are contiguous.
+    pub a_pitch: Option<usize>,
     /// `k * n` elements.
     pub b: DeviceSlice,
     /// `[n]`
@@ -184,7 +187,23 @@ pub struct Matmul {
 impl Matmul {
     /// `c = a * b`
     pub fn plain(shape: MatmulShape, [a, b, c]: [DeviceSlice; 3]) -> Self {
-        Self { shape, a, b, bias: None, base: None, c }
+        Self { shape, a, a_pitch: None, b, bias: None, base: None, c }
+    }
+
+    /// Reads stored rows of `a` that begin `pitch` elements apart.
+    pub(crate) fn with_pitch(self, pitch: usize) -> Self {
+        Self { a_pitch: Some(pitch), ..self }
+    }
+
+    /// Stored rows of `a`, and elements of each.
+    fn a_rows(&self) -> [usize; 2] {
+        let MatmulShape { layout, m, k, .. } = self.shape;
+        if layout == MatmulLayout::Tn { [k, m] } else { [m, k] }
+    }
+
+    /// Elements between the beginnings of two stored rows of `a`.
+    pub(crate) fn pitch(&self) -> usize {
+        self.a_pitch.unwrap_or(self.a_rows()[1])
     }
 
     /// Uses `c` as the base if the product is to `accumulate`.
@@ -203,7 +222,38 @@ impl Kernel for Matmul {
 
     fn operands(&self) -> impl AsRef<[Operand]> {
         let MatmulShape { m, n, k, .. } = self.shape;
-        operands![self; Read a[m * k], Read b[k * n], Read bias[n], ReadInPlace base[m * n], Write c[m * n]]
+        operands![self; Read a[self.a_rows()[0] * self.pitch()], Read b[k * n], Read bias[n], ReadInPlace base[m * n], Write c[m * n]]
+    }
+
+    /// Bytes between the rows of `a` are not read.
+    fn bytes(&self) -> f64 {
+        let [rows, cols] = self.a_rows();
+        let between = rows * self.pitch().saturating_sub(cols) * self.a.dtype().bytes();
+        self.operands().as_ref().iter().map(Operand::traffic).sum::<f64>() - between as f64
+    }
+
+    fn check_shape(&self) -> Result<()> {
+        let ([_, cols], pitch) = (self.a_rows(), self.pitch());
+        if pitch >= cols {
+            return Ok(());
+        }
+        Err(refused(Self::NAME, format!("rows of {cols} elements of a that begin {pitch} apart")))
+    }
+
+    /// The format of the factors.
+    fn float_format(&self) -> Result<Dtype> {
+        let (dtype, result) = (self.a.dtype(), self.c.dtype());
+        let two = |[(first, one), (second, other)]: [(&str, Dtype); 2]| {
+            Err(Error::Unsupported(format!("{} of two formats, {first} of {one} and {second} of {other}", Self::NAME)))
+        };
+        match (self.bias, self.base) {
+            _ if self.b.dtype() != dtype => two([("a", dtype), ("b", self.b.dtype())]),
+            (Some(bias), _) if bias.dtype() != dtype => two([("a", dtype), ("bias", bias.dtype())]),
+            (_, Some(base)) if base.dtype() != result => two([("base", base.dtype()), ("c", result)]),
+            (None, _) if result == Dtype::Float32 => Ok(dtype),
+            _ if result != dtype => two([("a", dtype), ("c", result)]),
+            _ => Ok(dtype),
+        }
     }
 
     fn flops(&self) -> f64 {

@@ -1,7 +1,8 @@
 //! Distillation: rows of logits beside the tokens of a teacher.
 
-use crate::device::kernel::{Kernel, Operand, operands};
+use crate::device::kernel::{Kernel, Operand, operands, refused};
 use crate::device::slice::DeviceSlice;
+use crate::error::Result;
 use crate::pair_loss::REPORT_WORDS;
 use crate::teacher_loss::{ENTRY_WORDS, TeacherLoss};
 
@@ -89,8 +90,10 @@ impl Kernel for TeacherLosses {
 /// Writes the gradients of the teacher's tokens and of the targets to their columns of one tile. All other columns keep their contents.
 #[derive(Clone, Copy, Debug)]
 pub struct TeacherGrad {
-    /// `[rows, cols]`
+    /// Gradients of the logits, `[rows, pitch]`, of which the first `cols` columns count.
     pub logits: DeviceSlice,
+    /// Elements between the beginnings of two rows of `logits`.
+    pub pitch: usize,
     /// int32 `[rows]`. Rows with a negative target keep their contents.
     pub targets: DeviceSlice,
     /// See [`TeacherStats::teacher`].
@@ -111,9 +114,16 @@ impl Kernel for TeacherGrad {
     fn operands(&self) -> impl AsRef<[Operand]> {
         let (t, k) = (self.targets.elems(), self.top_k);
         operands![self;
-            Update logits[t * self.cols];
+            Update logits[t * self.pitch];
             Read targets[t] Int32, Read teacher[t * k * ENTRY_WORDS] Int32, Read entries[t * (k + 1)] Float32
         ]
+    }
+
+    fn check_shape(&self) -> Result<()> {
+        if self.pitch >= self.cols {
+            return Ok(());
+        }
+        Err(refused(Self::NAME, format!("rows of {} columns that begin {} elements apart", self.cols, self.pitch)))
     }
 
     fn bytes(&self) -> f64 {

@@ -38,6 +38,7 @@ fn gradients<E: Element>(shape: &ModelShape, fp8: bool, seed: u64) -> (u32, Vec<
         separates_documents: false,
         objective: None,
         dtype: E::DTYPE,
+        logits_dtype: if seed % 2 == 1 { Dtype::Float32 } else { E::DTYPE },
         fp8,
         head_rows: HeadRows::All,
         tile: LossTile { rows: 20, vocab: 40, tail: 0 },

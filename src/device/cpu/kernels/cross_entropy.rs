@@ -9,7 +9,8 @@ use super::split::Chunks;
 use crate::data::loss_weight::{LossWeight, id_of};
 use crate::device::cpu::task_memory::TaskMemory;
 use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyRowGrad, CrossEntropyStats};
-use crate::dtype::Element;
+use crate::dtype::{Dtype, Element};
+use half::{bf16, f16};
 
 /// Rows of one block, few because a row of logits is long.
 pub(super) const BLOCK: usize = 16;
@@ -84,15 +85,18 @@ pub(crate) fn stats<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &[T], 
 impl CpuArithmetic for CrossEntropyGrad {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let tile = Tile { targets: memory.read(self.targets), vocab_start: self.vocab_start, cols: self.cols, softcap: self.softcap };
-        grad::<T>(cx, tile, memory.write(self.logits), memory.read(self.stats), |row| tile.weight(row) * self.scale);
+        let logits = memory.write::<T>(self.logits);
+        grad::<T>(cx, tile, logits, memory.read(self.stats), |row| tile.weight(row) * self.scale);
+        narrow_rows(cx, logits, self.cols, self.gradients);
     }
 }
 
 impl CpuArithmetic for CrossEntropyRowGrad {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let tile = Tile { targets: memory.read(self.targets), vocab_start: self.vocab_start, cols: self.cols, softcap: self.softcap };
-        let scales: &[f32] = memory.read(self.scales);
-        grad::<T>(cx, tile, memory.write(self.logits), memory.read(self.stats), |row| scales[row]);
+        let (scales, logits) = (memory.read::<f32>(self.scales), memory.write::<T>(self.logits));
+        grad::<T>(cx, tile, logits, memory.read(self.stats), |row| scales[row]);
+        narrow_rows(cx, logits, self.cols, self.gradients);
     }
 }
 
@@ -118,6 +122,32 @@ pub(crate) fn grad<T: Element>(cx: &mut Compute, tile: Tile<'_>, logits: &mut [T
             }
         }
     });
+}
+
+/// Rounds rows of `cols` gradients to `format`, each into the first half of its own memory, if they have another format.
+fn narrow_rows<T: Element>(cx: &mut Compute, rows: &mut [T], cols: usize, format: Dtype) {
+    match format {
+        Dtype::Bfloat16 if T::DTYPE == Dtype::Float32 => narrow_words::<bf16>(cx, bytemuck::cast_slice_mut(rows), cols),
+        Dtype::Float16 if T::DTYPE == Dtype::Float32 => narrow_words::<f16>(cx, bytemuck::cast_slice_mut(rows), cols),
+        _ => (),
+    }
+}
+
+/// See [`narrow_rows`]; `rows` holds the words of fp32 numbers. Two numbers of a row become one word, behind which no word is read again.
+fn narrow_words<N: Element>(cx: &mut Compute, rows: &mut [u32], cols: usize) {
+    let isa = cx.isa;
+    cx.team.for_each(Chunks::new(rows, BLOCK * cols), |_, rows| {
+        rows.chunks_exact_mut(cols).for_each(|row| narrow_row(isa, row, N::from_f32(0.0)));
+    });
+}
+
+vectorised! {
+    fn narrow_row<N>(row: &mut [u32], behind: N) {
+        let number = |row: &[u32], i: usize| row.get(i).map_or(behind, |word| N::from_f32(f32::from_bits(*word)));
+        for word in 0..row.len().div_ceil(2) {
+            row[word] = bytemuck::cast([number(row, 2 * word), number(row, 2 * word + 1)]);
+        }
+    }
 }
 
 impl CpuArithmetic for CrossEntropyLoss {
@@ -162,9 +192,9 @@ vectorised! {
 
 #[cfg(test)]
 mod tests {
+    use super::super::isa::KernelIsa;
     use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, fastest, values, wide, widened};
     use super::*;
-    use half::{bf16, f16};
 
     const ROWS: usize = 37;
     const VOCAB: usize = 50;
@@ -234,6 +264,29 @@ mod tests {
             let (_, loss, gradient) = run(&mut fastest(), &logits, &targets, tile_cols);
             assert_close("loss", &[loss], &[want_loss], 1e-6);
             assert_close("gradient", &gradient, &want_gradient, 3e-7);
+        }
+    }
+
+    /// Rows of `cols` fp32 numbers in `N`, each from the beginning of its row.
+    fn narrowed<N: Element>(rows: &[f32], cols: usize, threads: usize) -> Vec<N> {
+        let mut memory = rows.to_vec();
+        let mut cx = Compute::new(threads, KernelIsa::detect()).unwrap();
+        narrow_rows(&mut cx, &mut memory, cols, N::DTYPE);
+        let halves = |row: &[f32]| bytemuck::cast_slice::<f32, N>(row)[..cols].to_vec();
+        memory.chunks_exact(cols).flat_map(halves).collect()
+    }
+
+    #[test]
+    fn narrower_gradients_lie_in_the_first_half_of_their_row_and_are_rounded_once() {
+        let (logits, targets) = inputs::<f32>();
+        for (cols, threads) in [(50, 1), (25, 3), (1, 2)] {
+            let rows: Vec<f32> = run(&mut fastest(), &logits, &targets, VOCAB).2.into_iter().chain([f32::INFINITY, 1e-42, -0.0]).collect();
+            let rows = &rows[rows.len() % cols..];
+            assert_rounded("gradient in bfloat16", &narrowed::<bf16>(rows, cols, threads), rows);
+            assert_rounded("gradient in float16", &narrowed::<f16>(rows, cols, threads), rows);
+            let mut same = rows.to_vec();
+            narrow_rows(&mut fastest(), &mut same, cols, Dtype::Float32);
+            assert_eq!(bits(&same), bits(rows), "the format of the logits");
         }
     }
 

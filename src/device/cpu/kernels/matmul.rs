@@ -20,12 +20,18 @@ const PACKED_ELEMS_MAX: usize = 1 << 23;
 
 impl CpuArithmetic for Matmul {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
-        let (bias, c) = (self.bias.map(|bias| memory.read::<T>(bias)), memory.write(self.c));
-        if let Some(base) = self.base_apart() {
-            copy(cx, memory.read(base), c);
-        }
-        matmul::<T, T>(cx, self.shape, memory.read(self.a), memory.read(self.b), bias, c, self.base.is_some());
+        if self.c.dtype() == T::DTYPE { into::<T, T>(self, cx, memory) } else { into::<T, f32>(self, cx, memory) }
     }
+}
+
+/// The product of factors in `T`, rounded to `C`.
+fn into<T: Element, C: Element>(kernel: Matmul, cx: &mut Compute, memory: &TaskMemory<'_>) {
+    let (bias, c) = (kernel.bias.map(|bias| memory.read::<T>(bias)), memory.write::<C>(kernel.c));
+    if let Some(base) = kernel.base_apart() {
+        copy(cx, memory.read(base), c);
+    }
+    let after = AfterSums { scale: 1.0, bias, accumulate: kernel.base.is_some() };
+    product::<T, T, T, C>(cx, (kernel.shape, kernel.pitch()), memory.read(kernel.a), memory.read(kernel.b), after, c);
 }
 
 impl CpuArithmetic for ScaledMatmul {
@@ -45,7 +51,7 @@ fn scaled<A: Element, T: Element>(kernel: ScaledMatmul, cx: &mut Compute, memory
     let [a_scale, b_scale] = [kernel.a_scale, kernel.b_scale].map(|scale| memory.read::<f32>(scale)[0]);
     let bias = kernel.bias.map(|bias| memory.read::<T>(bias));
     let after = AfterSums { scale: a_scale * b_scale, bias, accumulate: kernel.base.is_some() };
-    product::<A, E4m3, T, T>(cx, kernel.shape(), memory.read(kernel.a), memory.read(kernel.b), after, c);
+    product::<A, E4m3, T, T>(cx, (kernel.shape(), kernel.k), memory.read(kernel.a), memory.read(kernel.b), after, c);
 }
 
 /// `c = a * b (+ bias over columns) (+ c)`; see [`Matmul`].
@@ -61,7 +67,8 @@ pub(crate) fn matmul<T: Element, C: Element>(
     c: &mut [C],
     accumulate: bool,
 ) {
-    product(cx, shape, a, b, AfterSums { scale: 1.0, bias, accumulate }, c);
+    let pitch = if shape.layout == MatmulLayout::Tn { shape.m } else { shape.k };
+    product(cx, (shape, pitch), a, b, AfterSums { scale: 1.0, bias, accumulate }, c);
 }
 
 /// Operations on a product's sums before they are rounded.
@@ -87,16 +94,17 @@ impl<T: Element> AfterSums<'_, T> {
     }
 }
 
+/// The product of a matrix whose stored rows begin `pitch` elements apart, and one with contiguous rows.
 fn product<A: Element, B: Element, T: Element, C: Element>(
     cx: &mut Compute,
-    shape: MatmulShape,
+    (shape, pitch): (MatmulShape, usize),
     a: &[A],
     b: &[B],
     after: AfterSums<'_, T>,
     c: &mut [C],
 ) {
     let MatmulShape { layout, m, n, k } = shape;
-    let a = if layout == MatmulLayout::Tn { PanelOperand::by_k(a, m) } else { PanelOperand::by_rows(a, k) };
+    let a = if layout == MatmulLayout::Tn { PanelOperand::by_k(a, pitch) } else { PanelOperand::by_rows(a, pitch) };
     let b = if layout == MatmulLayout::Nt { PanelOperand::by_rows(b, k) } else { PanelOperand::by_k(b, n) };
     let rows_max = rows_max(k);
     for (row, c) in c[..m * n].chunks_mut(rows_max * n).enumerate().map(|(slab, c)| (slab * rows_max, c)) {
@@ -304,13 +312,13 @@ mod tests {
         for (with_bias, accumulate) in [(false, false), (true, false), (true, true)] {
             let mut c = before.clone();
             let after = AfterSums { scale, bias: with_bias.then_some(&bias[..]), accumulate };
-            product(&mut cx, shape, &a, &b, after, &mut c);
+            product(&mut cx, (shape, k), &a, &b, after, &mut c);
             let added = |i: usize, sum: f32| if with_bias { sum + Element::to_f32(bias[i % n]) } else { sum };
             let kept = |i: usize, sum: f32| if accumulate { sum + Element::to_f32(before[i]) } else { sum };
             let want: Vec<f32> = sums.iter().enumerate().map(|(i, sum)| kept(i, added(i, sum * scale))).collect();
             assert_rounded("c", &c, &want);
         }
-        product(&mut cx, shape, &a, &b, AfterSums::<bf16> { scale: f32::NAN, bias: None, accumulate: false }, &mut sums);
+        product(&mut cx, (shape, k), &a, &b, AfterSums::<bf16> { scale: f32::NAN, bias: None, accumulate: false }, &mut sums);
         assert!(sums.iter().all(|sum| sum.is_nan()));
     }
 

@@ -130,8 +130,8 @@ impl CpuArithmetic for TeacherGrad {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let tile = Tile { targets: memory.read(self.targets), vocab_start: self.vocab_start, cols: self.cols, softcap: None };
         let (teacher, entries) = (Teacher { words: memory.read(self.teacher), top_k: self.top_k }, memory.read::<f32>(self.entries));
-        cx.team.for_each(Chunks::new(memory.write::<T>(self.logits), BLOCK * self.cols), |block, logits| {
-            for (i, logits) in logits.chunks_exact_mut(self.cols).enumerate() {
+        cx.team.for_each(Chunks::new(memory.write::<T>(self.logits), BLOCK * self.pitch), |block, logits| {
+            for (i, logits) in logits.chunks_exact_mut(self.pitch).enumerate() {
                 let row = block * BLOCK + i;
                 let gradients = &entries[row * (self.top_k + 1)..][..self.top_k + 1];
                 if !tile.has_loss(row) {

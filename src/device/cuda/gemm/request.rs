@@ -12,6 +12,8 @@ pub(crate) const ALIGNED: u16 = 256;
 pub(crate) struct CublasProduct {
     pub(crate) shape: MatmulShape,
     pub(crate) a: DeviceSlice,
+    /// Elements between the beginnings of two stored rows of `a`.
+    a_pitch: usize,
     pub(crate) b: DeviceSlice,
     /// Scales of a and b, if they have scales.
     pub(crate) scales: Option<[DeviceSlice; 2]>,
@@ -25,9 +27,9 @@ impl CublasProduct {
     /// # Errors
     /// `Unsupported` when the operands have different formats.
     pub(crate) fn of(kernel: Matmul) -> Result<Self> {
-        let Matmul { shape, a, b, bias, base, c } = kernel;
-        let dtype = kernel.float_format()?;
-        Ok(Self { shape, a, b, scales: None, bias, base, c, formats: Formats { a: dtype, b: dtype, c: dtype } })
+        let Matmul { shape, a, b, bias, base, c, .. } = kernel;
+        let (dtype, a_pitch) = (kernel.float_format()?, kernel.pitch());
+        Ok(Self { shape, a, a_pitch, b, scales: None, bias, base, c, formats: Formats { a: dtype, b: dtype, c: c.dtype() } })
     }
 
     /// # Errors
@@ -35,14 +37,14 @@ impl CublasProduct {
     pub(crate) fn scaled(kernel: ScaledMatmul) -> Result<Self> {
         let ScaledMatmul { a, a_scale, b, b_scale, bias, base, c, .. } = kernel;
         let formats = Formats { a: a.dtype(), b: b.dtype(), c: kernel.float_format()? };
-        Ok(Self { shape: kernel.shape(), a, b, scales: Some([a_scale, b_scale]), bias, base, c, formats })
+        Ok(Self { shape: kernel.shape(), a, a_pitch: kernel.k, b, scales: Some([a_scale, b_scale]), bias, base, c, formats })
     }
 
     /// The properties that decide how the product is computed.
     pub(crate) fn key(&self) -> ProductKey {
-        let Self { shape, a, b, bias, base, c, formats, .. } = *self;
+        let Self { shape, a, a_pitch, b, bias, base, c, formats, .. } = *self;
         let alignments = [a, b, base.unwrap_or(c), c].map(alignment);
-        ProductKey { shape, formats, alignments, bias: bias.map_or(0, alignment) }
+        ProductKey { shape, a_pitch, formats, alignments, bias: bias.map_or(0, alignment) }
     }
 }
 
@@ -58,6 +60,8 @@ pub(crate) struct Formats {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct ProductKey {
     pub(super) shape: MatmulShape,
+    /// Elements between the beginnings of two stored rows of a.
+    a_pitch: usize,
     pub(super) formats: Formats,
     /// Alignments of a, b, base and c in bytes.
     pub(super) alignments: [u16; 4],
@@ -70,7 +74,8 @@ impl ProductKey {
     pub(super) fn aligned(request: ProductRequest) -> Self {
         let ProductRequest { shape, formats: [a, b, c], bias } = request;
         let bias = if bias { ALIGNED } else { 0 };
-        Self { shape, formats: Formats { a, b, c }, alignments: [ALIGNED; 4], bias }
+        let a_pitch = if shape.layout == MatmulLayout::Tn { shape.m } else { shape.k };
+        Self { shape, a_pitch, formats: Formats { a, b, c }, alignments: [ALIGNED; 4], bias }
     }
 
     /// Whether the factors have 8 bits.
@@ -80,12 +85,8 @@ impl ProductKey {
 
     /// Elements between the beginnings of two stored rows of each factor.
     pub(crate) fn pitches(&self) -> [usize; 2] {
-        let MatmulShape { layout, m, n, k } = self.shape;
-        match layout {
-            MatmulLayout::Nt => [k, k],
-            MatmulLayout::Nn => [k, n],
-            MatmulLayout::Tn => [m, n],
-        }
+        let MatmulShape { layout, n, k, .. } = self.shape;
+        [self.a_pitch, if layout == MatmulLayout::Nt { k } else { n }]
     }
 }
 
@@ -114,7 +115,7 @@ pub(crate) struct LibraryProduct {
 impl LibraryProduct {
     /// The call that computes a whole product.
     pub(super) fn whole(key: &ProductKey) -> Self {
-        let &ProductKey { shape, formats, alignments, bias } = key;
+        let &ProductKey { shape, formats, alignments, bias, .. } = key;
         Self { shape, pitches: key.pitches(), formats, alignments, bias, batch: None }
     }
 }

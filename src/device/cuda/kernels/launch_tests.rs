@@ -141,7 +141,8 @@ fn rows(list: &mut List, r: &mut TestMemory, rows: usize, cols: usize) -> Result
     let (logits, targets, stats) = (r.x(n), r.i(rows), r.f(3 * rows));
     CrossEntropyStats { logits, targets, stats, vocab_start: 17, cols, softcap: None, first: true }.enqueue(list)?;
     let (logits, targets, stats) = (r.x(n), r.i(rows), r.f(3 * rows));
-    CrossEntropyGrad { logits, targets, stats, vocab_start: 18, cols, softcap: None, scale: 0.25 }.enqueue(list)?;
+    let gradients = r.dtype;
+    CrossEntropyGrad { logits, gradients, targets, stats, vocab_start: 18, cols, softcap: None, scale: 0.25 }.enqueue(list)?;
     let (targets, stats) = (r.i(rows), r.f(3 * rows));
     CrossEntropyLoss { targets, stats, loss: r.f(1), scale: 0.5, accumulate: true }.enqueue(list)
 }
@@ -154,9 +155,22 @@ fn pairs(list: &mut List, r: &mut TestMemory, rows: usize, cols: usize) -> Resul
     let (step_pairs, scale) = (4.0, 0.5);
     PairLosses { pairs, targets, stats, scales, sums, totals, report, loss, step_pairs, scale, accumulate: true }.enqueue(list)?;
     [None, Some(30.0)].into_iter().try_for_each(|softcap| {
-        let logits = r.x(rows * cols);
-        CrossEntropyRowGrad { logits, targets, stats, scales, vocab_start: 18, cols, softcap }.enqueue(list)
+        let (logits, gradients) = (r.x(rows * cols), r.dtype);
+        CrossEntropyRowGrad { logits, gradients, targets, stats, scales, vocab_start: 18, cols, softcap }.enqueue(list)
     })
+}
+
+/// 16-bit gradients in the place of fp32 logits: of the cross-entropy, with a scale for each row, and of a teacher's tokens.
+fn fp32_logits(list: &mut List, r: &mut TestMemory, rows: usize, cols: usize) -> Result<()> {
+    let (gradients, vocab_start, top_k) = (r.dtype, 18, 7);
+    let (logits, targets, stats, scales) = (r.f(rows * cols), r.i(rows), r.f(3 * rows), r.f(rows));
+    for softcap in [None, Some(30.0)] {
+        CrossEntropyGrad { logits, gradients, targets, stats, vocab_start, cols, softcap, scale: 0.25 }.enqueue(list)?;
+        CrossEntropyRowGrad { logits, gradients, targets, stats, scales, vocab_start, cols, softcap }.enqueue(list)?;
+    }
+    let (pitch, teacher, entries) = (2 * cols, r.i(2 * top_k * rows), r.f((top_k + 1) * rows));
+    let logits = logits.view(0, rows * pitch, gradients);
+    TeacherGrad { logits, pitch, targets, teacher, entries, top_k, vocab_start, cols }.enqueue(list)
 }
 
 /// Losses of completions.
@@ -180,7 +194,7 @@ fn teachers(list: &mut List, r: &mut TestMemory, rows: usize, cols: usize) -> Re
         TeacherLosses { teacher, targets, stats, entries, scales, totals, report, loss, softcap, weight, scale, accumulate }
             .enqueue(list)?;
     }
-    TeacherGrad { logits, targets, teacher, entries, top_k, vocab_start, cols }.enqueue(list)
+    TeacherGrad { logits, pitch: cols, targets, teacher, entries, top_k, vocab_start, cols }.enqueue(list)
 }
 
 fn scatter(list: &mut List, r: &mut TestMemory, rows: usize, channels: usize) -> Result<()> {
@@ -221,7 +235,8 @@ fn family_rows(list: &mut List, r: &mut TestMemory, rows: usize, cols: usize) ->
     RmsNormBackward { dout, x, weight, plus_one: true, rstd, dx, dweight, accumulate: true }.enqueue(list)?;
     let (logits, targets, stats, softcap) = (r.x(n), r.i(rows), r.f(3 * rows), Some(30.0));
     CrossEntropyStats { logits, targets, stats, vocab_start: 17, cols, softcap, first: true }.enqueue(list)?;
-    CrossEntropyGrad { logits, targets, stats, vocab_start: 18, cols, softcap, scale: 0.25 }.enqueue(list)
+    let gradients = r.dtype;
+    CrossEntropyGrad { logits, gradients, targets, stats, vocab_start: 18, cols, softcap, scale: 0.25 }.enqueue(list)
 }
 
 /// Weights plus one, norms over one head and over all heads, rotation of adjacent pairs, soft caps.
@@ -473,6 +488,10 @@ fn listing() -> Result<String> {
         delta(&mut list, &mut memory, long, false)?;
     }
     mxfp4(&mut list, &mut TestMemory { dtype: Dtype::Bfloat16, skew: 0, given: 0 })?;
+    for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1)] {
+        let mut memory = TestMemory { dtype, skew, given: 0 };
+        [(600, 2560), (67, 515), (3, 40_000)].into_iter().try_for_each(|(m, n)| fp32_logits(&mut list, &mut memory, m, n))?;
+    }
     Ok(list.lines)
 }
 

@@ -81,11 +81,26 @@ fn floats<T: Element>(values: &[T]) -> Vec<f32> {
 /// Compares a product of `A` and `B` into `C` with the specification, in every course, without addends, and with all of them. `offset`
 /// moves bias, base and result off their alignment.
 fn matches<A: Element, B: Element, C: Element>(shape: MatmulShape, scratch_elems: usize, slices: usize, offset: usize) {
-    let MatmulShape { m, n, k, .. } = shape;
-    let (a, b): (Vec<A>, Vec<B>) = (ordinary(1, m * k), ordinary(2, n * k));
+    matches_with_gaps::<A, B, C>((shape, 0), scratch_elems, slices, offset);
+}
+
+/// As [`matches`], with `between` elements between the stored rows of the first factor.
+fn matches_with_gaps<A: Element, B: Element, C: Element>(
+    (shape, between): (MatmulShape, usize),
+    scratch_elems: usize,
+    slices: usize,
+    offset: usize,
+) {
+    let MatmulShape { layout, m, n, k } = shape;
+    let (rows, cols) = if layout == MatmulLayout::Tn { (k, m) } else { (m, k) };
+    let pitch = cols + between;
+    let (a, b): (Vec<A>, Vec<B>) = (ordinary(1, rows * pitch), ordinary(2, n * k));
     let (bias, before): (Vec<C>, Vec<C>) = (ordinary(3, n), ordinary(4, m * n));
     let is_fp8 = A::DTYPE.is_fp8();
-    for (with_bias, with_base, in_place) in [(false, false, false), (true, true, true), (true, false, false), (false, true, false)] {
+    let pitches = [pitch, if layout == MatmulLayout::Nt { k } else { n }];
+    let has_bias = A::DTYPE == C::DTYPE || is_fp8;
+    let ways = [(false, false, false), (true, true, true), (true, false, false), (false, true, false)];
+    for (with_bias, with_base, in_place) in ways.into_iter().filter(|(with_bias, ..)| has_bias || !with_bias) {
         let mut memory = EmulatedMemory::default();
         let [x, y] = [memory.with(A::DTYPE, 0, &a), memory.with(B::DTYPE, 0, &b)];
         let scales = [0.5f32, 4.0].map(|scale| memory.with(Dtype::Float32, 0, &[scale]));
@@ -97,7 +112,8 @@ fn matches<A: Element, B: Element, C: Element>(shape: MatmulShape, scratch_elems
             let [a_scale, b_scale] = scales;
             CublasProduct::scaled(ScaledMatmul { a: x, a_scale, b: y, b_scale, bias: bias_at, base: base_at, c, m, n, k }).unwrap()
         } else {
-            CublasProduct::of(Matmul { shape, a: x, b: y, bias: bias_at, base: base_at, c }).unwrap()
+            CublasProduct::of(Matmul { shape, a: x, a_pitch: (between > 0).then_some(pitch), b: y, bias: bias_at, base: base_at, c })
+                .unwrap()
         };
         let test = TestProduct {
             shape,
@@ -113,7 +129,7 @@ fn matches<A: Element, B: Element, C: Element>(shape: MatmulShape, scratch_elems
             multiply_parts(&mut memory, &product, &cut).unwrap();
             let terms = cut.parts(&(0..1)).next().unwrap().terms.len();
             let at = (0..m).flat_map(|row| (0..n).map(move |col| (row, col)));
-            let want: Vec<C> = at.map(|at| C::from_f32(test.sum(product.key().pitches(), terms, at))).collect();
+            let want: Vec<C> = at.map(|at| C::from_f32(test.sum(pitches, terms, at))).collect();
             assert_same(&memory.read::<C>(c), &want, &format!("{cut:?}, bias {with_bias}, base {with_base}"));
         }
     }
@@ -128,6 +144,17 @@ fn parts_add_up_to_the_product_in_every_layout_and_format() {
             matches::<f16, f16, f16>(shape, 2000, slices, 1);
             matches::<f32, f32, f32>(shape, 2000, slices, 0);
         }
+    }
+}
+
+#[test]
+fn parts_of_rows_with_gaps_and_parts_of_an_fp32_result_add_up_to_the_product() {
+    for layout in MatmulLayout::ALL {
+        let shape = MatmulShape { layout, m: 33, n: 12, k: 96 };
+        matches_with_gaps::<bf16, bf16, bf16>((shape, 33), 2000, 2, 0);
+        matches_with_gaps::<f16, f16, f16>((shape, 7), 2000, 3, 1);
+        matches::<bf16, bf16, f32>(shape, 2000, 2, 0);
+        matches::<f16, f16, f32>(shape, 2000, 3, 1);
     }
 }
 

@@ -45,11 +45,11 @@ impl GpuKernel for TeacherLosses {
 
 impl GpuKernel for TeacherGrad {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
-        let Self { logits, targets, teacher, entries, top_k, vocab_start, cols } = self;
+        let Self { logits, pitch, targets, teacher, entries, top_k, vocab_start, cols } = self;
         let dtype = Some(self.float_format()?);
         let blocks = LaunchConfig::new(size(entries.elems().div_ceil(THREADS as usize))?, THREADS);
         let (rows, top_k, vocab_start, cols) = (size(targets.elems())?, size(top_k)?, size(vocab_start)?, size(cols)?);
-        let args = args![logits, targets, teacher, entries, rows, top_k, vocab_start, cols];
+        let args = args![logits, targets, teacher, entries, rows, top_k, vocab_start, cols, size(pitch)?];
         queue.launch(Stream::Compute, Self::NAME, dtype, blocks, args)
     }
 }
