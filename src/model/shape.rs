@@ -208,11 +208,6 @@ impl ModelShape {
         self.layers.iter().filter_map(|layer| layer.mlp.moe()).map(|moe| moe.experts).sum()
     }
 
-    /// Whether some layer has a soft cap on attention's scores.
-    pub(crate) fn caps_scores(&self) -> bool {
-        self.layers.iter().any(|layer| layer.attn.softcap.is_some())
-    }
-
     /// Maximum of `cols` over all layers.
     pub(crate) fn widest(&self, cols: impl Fn(&LayerShape) -> usize) -> usize {
         self.layers.iter().map(cols).max().unwrap_or(0)

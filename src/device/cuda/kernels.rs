@@ -23,6 +23,7 @@ mod product;
 mod quantize;
 mod rope;
 mod route;
+mod scores;
 mod short_conv;
 mod sinks;
 mod teacher;
@@ -38,9 +39,9 @@ pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
     transfer::SOURCES.iter().chain(transformer)
 }
 
-/// PTX files for documents, mixtures of experts, delta rules, blocks of queries, products in parts, FP8, MXFP4, sinks and teachers. They take megabytes and
+/// PTX files for documents, mixtures of experts, delta rules, blocks of queries, products in parts, attention by products, FP8, MXFP4, sinks and teachers. They take megabytes and
 /// are loaded on first use.
-pub(super) static LATER: [&PtxSource; 15] = [
+pub(super) static LATER: [&PtxSource; 16] = [
     &delta::SOURCE,
     &documents::SOURCE,
     &experts::SOURCE,
@@ -53,6 +54,7 @@ pub(super) static LATER: [&PtxSource; 15] = [
     &product::SOURCE,
     &quantize::SOURCE,
     &route::SOURCE,
+    &scores::SOURCE,
     &short_conv::SOURCE,
     &sinks::SOURCE,
     &teacher::SOURCE,

@@ -15,6 +15,7 @@ pub(super) mod product;
 pub(super) mod quantize;
 pub(super) mod rope;
 pub(super) mod route;
+pub(super) mod scores;
 pub(super) mod short_conv;
 pub(super) mod sinks;
 pub(super) mod teacher;
@@ -22,7 +23,7 @@ pub(super) mod transfer;
 
 pub use self::{
     attention::*, cross_entropy::*, delta::*, embed::*, experts::*, gated_norm::*, grouped::*, key_gradients::*, mxfp4::*, norm::*,
-    pointwise::*, product::*, quantize::*, rope::*, route::*, short_conv::*, sinks::*, teacher::*, transfer::*,
+    pointwise::*, product::*, quantize::*, rope::*, route::*, scores::*, short_conv::*, sinks::*, teacher::*, transfer::*,
 };
 use super::Device;
 use super::kernel::{Checked, Kernel};
@@ -70,6 +71,7 @@ macro_rules! launches {
                 AbsMaxScale, Quantize,
                 QkNorm, QkNormBackward, Rope,
                 RouterLogits, Route, Segments, Dispatch, Combine, RouterBackward, RouterBalance,
+                MaskedSoftmax, SoftmaxBackward, RoundSums,
                 ShortConv, ShortConvBackward,
                 Sinks, SinksBackward,
                 TeacherStats, TeacherLosses, TeacherGrad,
@@ -126,6 +128,7 @@ sum! {
         quantize::{AbsMaxScale, Quantize},
         rope::{QkNorm, QkNormBackward, Rope},
         route::{RouterLogits, Route, Segments, Dispatch, Combine, RouterBackward, RouterBalance},
+        scores::{BatchedMatmul, MaskedSoftmax, SoftmaxBackward, RoundSums},
         short_conv::{ShortConv, ShortConvBackward},
         sinks::{Sinks, SinksBackward},
         teacher::{TeacherStats, TeacherLosses, TeacherGrad},

@@ -33,6 +33,7 @@ pub(crate) mod quantize;
 pub(crate) mod reduce;
 pub(crate) mod rope;
 pub(crate) mod route;
+mod scores;
 pub(crate) mod short_conv;
 pub(crate) mod sinks;
 pub(crate) mod split;
