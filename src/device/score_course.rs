@@ -1,11 +1,10 @@
 //! The course of attention by products: which queries and heads are computed together, and the memory that their scores take.
 
-use super::{AttentionShape, ScoreTile};
+use super::{AttentionShape, PRODUCT_BLOCK, ScoreTile};
 use crate::dtype::Dtype;
+#[cfg(any(test, feature = "cuda"))]
 use std::ops::Range;
 
-/// Queries of a block.
-const BLOCK: usize = 512;
 /// Maximum bytes of the scores that exist at once; one head's scores of a block may exceed it.
 const SCORES_BYTES: usize = 1 << 30;
 /// Formats of a score: raw scores and gradients of probabilities in fp32, probabilities and gradients of scores in the model's format.
@@ -15,6 +14,7 @@ const NARROW_SCORES: usize = 2;
 const ALIGN_BYTES: usize = 256;
 
 /// Keys of one or more sequences: all sums of key gradients that exist at once.
+#[cfg(any(test, feature = "cuda"))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct KeyGroup {
     /// First sequence and first key head.
@@ -56,7 +56,7 @@ impl ScoreCourse {
     /// The course for operands in the format `narrow`, in blocks of `block` queries if given.
     pub(crate) fn new(shape: &AttentionShape, narrow: Dtype, block: Option<usize>) -> Self {
         let across_sequences = shape.batch > shape.kv_heads;
-        let block = block.unwrap_or(BLOCK).min(shape.seq_length);
+        let block = block.unwrap_or(PRODUCT_BLOCK).min(shape.seq_length);
         let one = Self { shape: *shape, narrow, block, across_sequences, lanes: 1, members: 1 };
         let fits = |course: &Self| course.scores_bytes() <= SCORES_BYTES;
         let divisors = |n: usize| (1..=n).rev().filter(move |part| n.is_multiple_of(*part));
@@ -87,7 +87,10 @@ impl ScoreCourse {
     pub(crate) fn sums_elems(&self) -> usize {
         self.lanes * self.shape.seq_length * self.shape.head_dim
     }
+}
 
+#[cfg(any(test, feature = "cuda"))]
+impl ScoreCourse {
     /// Blocks of queries, in order.
     pub(crate) fn query_blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         self.shape.query_blocks(self.block)
@@ -136,19 +139,6 @@ impl ScoreCourse {
     /// Elements between two lanes, where two sequences are `sequence` elements apart and two key heads `kv_head` elements.
     pub(crate) fn stride(&self, sequence: usize, kv_head: usize) -> usize {
         if self.across_sequences { sequence } else { kv_head }
-    }
-
-    /// FLOPs and bytes of a forward pass, and of a backward pass.
-    pub(crate) fn costs(&self) -> [[f64; 2]; 2] {
-        let AttentionShape { batch, seq_length, heads, head_dim, .. } = self.shape;
-        // Mean keys of a block: half of all, and the keys of the block itself; or those of a window.
-        let before = self.shape.hiding_window().map_or(f64::INFINITY, |window| window as f64);
-        let keys = ((seq_length - self.block) as f64 / 2.0).min(before) + self.block as f64;
-        let scores = (batch * heads * seq_length) as f64 * keys;
-        let product = 2.0 * scores * head_dim as f64;
-        let narrow = self.narrow.bytes() as f64;
-        // Every product reads or writes scores, too, but its FLOPs take longer.
-        [[2.0 * product, scores * (4.0 + narrow)], [5.0 * product, scores * (8.0 + 2.0 * narrow)]]
     }
 }
 

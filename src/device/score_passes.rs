@@ -73,7 +73,7 @@ pub(crate) fn backward(dev: &mut impl ScoreKernels, kernel: &AttentionBackward, 
             part.by_queries(dev, probabilities, (dout, HeadKind::Output), dvalues)?;
         }
         for (sums, kind) in [(dkeys, HeadKind::Key), (dvalues, HeadKind::Value)] {
-            let heads = Heads { shape, course, group, kind };
+            let heads = LaneHeads { shape, course, group, kind };
             let out = heads.rows(dqkv, 0, 0..shape.seq_length);
             dev.launch(RoundSums { sums, out, size: [shape.seq_length, shape.head_dim, course.lanes] })?;
         }
@@ -127,14 +127,14 @@ enum HeadKind {
 }
 
 /// The lanes of a group of keys, in a matrix of tokens.
-struct Heads {
+struct LaneHeads {
     shape: AttentionShape,
     course: ScoreCourse,
     group: KeyGroup,
     kind: HeadKind,
 }
 
-impl Heads {
+impl LaneHeads {
     /// Rows `tokens` of the sequence of query head `member` of each key head, or of the key head itself.
     fn rows(&self, x: DeviceSlice, member: usize, tokens: Range<usize>) -> StridedMatrices {
         let AttentionShape { seq_length, heads, kv_heads, head_dim: d, .. } = self.shape;
@@ -163,7 +163,7 @@ impl TileParts {
     fn rows(&self, (x, kind): (DeviceSlice, HeadKind), member: usize) -> StridedMatrices {
         let ScoreTile { sequence, kv_head, member: first, query, rows, key, keys, .. } = self.tile;
         let group = KeyGroup { sequence, kv_head };
-        let heads = Heads { shape: self.shape, course: self.course, group, kind };
+        let heads = LaneHeads { shape: self.shape, course: self.course, group, kind };
         let tokens = if matches!(kind, HeadKind::Key | HeadKind::Value) { key..key + keys } else { query..query + rows };
         heads.rows(x, first + member, tokens)
     }

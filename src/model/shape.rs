@@ -47,6 +47,11 @@ pub struct RopeConfig {
 pub(crate) enum RopeScaling {
     /// No scaling.
     Default,
+    /// Only the first pairs of channels rotate.
+    Proportional {
+        /// Rotating pairs.
+        pairs: usize,
+    },
     /// All frequencies divided by `factor`.
     Linear {
         /// The divisor.

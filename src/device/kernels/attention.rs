@@ -2,9 +2,7 @@
 
 use crate::device::Attention;
 use crate::device::kernel::{Kernel, Operand, operands, refused};
-use crate::device::score_course::ScoreCourse;
 use crate::device::slice::DeviceSlice;
-use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::hardware::rates::{AttentionKernels, Rates};
 use std::ops::Range;
@@ -35,6 +33,12 @@ pub struct AttentionShape {
     /// Soft cap: scaled scores `s` become `cap * tanh(s / cap)`.
     pub softcap: Option<f32>,
 }
+
+/// Queries of a block of attention by products.
+pub(crate) const PRODUCT_BLOCK: usize = 512;
+/// Bytes that the softmax of attention by products reads and writes for a score, forward and backward, in a 16-bit format: raw scores and gradients
+/// of probabilities in fp32, probabilities and gradients of scores in that format.
+const SCORE_BYTES: [f64; 2] = [4.0 + 2.0, 2.0 * (4.0 + 2.0)];
 
 /// Tokens of a sequence up to which cuDNN's backward pass is not divided into blocks, whatever the number of heads.
 const WHOLE_BACKWARD: usize = 8192;
@@ -78,6 +82,7 @@ impl AttentionShape {
     }
 
     /// All keys that some of `queries` see. Behind a window they begin at a multiple of [`KEY_GRAIN`].
+    #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn keys_behind_window(&self, queries: &Range<usize>) -> Range<usize> {
         let first = self.hiding_window().map_or(0, |window| (queries.start + 1).saturating_sub(window) / KEY_GRAIN * KEY_GRAIN);
         first..queries.end
@@ -126,8 +131,19 @@ impl AttentionShape {
             AttentionKernels::AsMeasured | AttentionKernels::Deterministic | AttentionKernels::Plain => false,
         };
         let flops_per_s = rates.matmul_flops(self.head_dim.min(self.seq_length));
-        let course = by_products.then(|| ScoreCourse::new(self, Dtype::Bfloat16, None))?;
-        Some(course.costs().map(|[flops, bytes]| flops / flops_per_s + bytes / rates.device_bytes_per_s))
+        let seconds = |[flops, bytes]: [f64; 2]| flops / flops_per_s + bytes / rates.device_bytes_per_s;
+        by_products.then(|| self.costs_of_products().map(seconds))
+    }
+
+    /// FLOPs of the products of a forward pass and of a backward pass, and the bytes of the passes over scores between them.
+    fn costs_of_products(&self) -> [[f64; 2]; 2] {
+        let block = self.seq_length.min(PRODUCT_BLOCK);
+        // Mean keys of a block: half of all, and the keys of the block itself; or those of a window.
+        let before = self.hiding_window().map_or(f64::INFINITY, |window| window as f64);
+        let keys = ((self.seq_length - block) as f64 / 2.0).min(before) + block as f64;
+        let scores = (self.tokens() * self.heads) as f64 * keys;
+        let product = 2.0 * scores * self.head_dim as f64;
+        [[2.0 * product, scores * SCORE_BYTES[0]], [5.0 * product, scores * SCORE_BYTES[1]]]
     }
 
     /// FLOP/s of the forward pass.

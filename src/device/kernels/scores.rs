@@ -30,6 +30,7 @@ impl StridedMatrices {
     ///
     /// # Panics
     /// If the matrices exceed `x`.
+    #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn of(x: DeviceSlice, first: usize, [rows, cols, count]: [usize; 3], [pitch, stride]: [usize; 2]) -> Self {
         let one = Self { memory: x, pitch, stride };
         Self { memory: x.slice(first, one.span([rows, cols, count])), ..one }

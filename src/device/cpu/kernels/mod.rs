@@ -23,6 +23,7 @@ pub(crate) mod math;
 pub(crate) mod matmul;
 mod mxfp4;
 pub(crate) mod norm;
+mod normed_values;
 pub(crate) mod optimizer;
 mod pair_losses;
 pub(crate) mod panels;

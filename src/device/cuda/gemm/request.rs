@@ -7,6 +7,8 @@ use crate::error::Result;
 /// The largest alignment that is distinguished, in bytes; larger ones gain nothing.
 pub(crate) const ALIGNED: u16 = 256;
 
+/// The largest alignment of matrices of a batch that is distinguished, in bytes: that of vectors, which all heads have, wherever they lie.
+const BATCH_ALIGNED: u16 = 16;
 /// Number of matrices for which the algorithm of any number of them is chosen.
 const TYPICAL_COUNT: usize = 8;
 
@@ -145,7 +147,7 @@ impl LibraryProduct {
     /// Alignment of all of `count` matrices.
     fn alignment_of(matrices: &StridedMatrices, count: usize) -> u16 {
         let step = matrices.stride * matrices.memory.dtype().bytes();
-        let of_steps = if count > 1 && step > 0 { 1 << step.trailing_zeros().min(ALIGNED.ilog2()) } else { ALIGNED };
+        let of_steps = if count > 1 && step > 0 { 1 << step.trailing_zeros().min(BATCH_ALIGNED.ilog2()) } else { BATCH_ALIGNED };
         alignment(matrices.memory).min(of_steps)
     }
 }
@@ -224,13 +226,13 @@ mod tests {
     #[test]
     fn batched_products_are_aligned_as_their_strides_are() {
         let x = DeviceSlice::at(1 << 20, 1 << 16, Dtype::Bfloat16);
-        let [a, b] = [64, 24].map(|stride| StridedMatrices::of(x, 0, [16, 32, 3], [512, stride]));
+        let [a, b] = [64, 20].map(|stride| StridedMatrices::of(x, 0, [16, 32, 3], [512, stride]));
         let c = StridedMatrices::of(DeviceSlice::at(2 << 20, 1 << 16, Dtype::Float32), 0, [16, 16, 3], [16, 256]);
         let shape = MatmulShape { layout: MatmulLayout::Nt, m: 16, n: 16, k: 32 };
         let (call, addresses) = LibraryProduct::batched(&BatchedMatmul { shape, count: 3, a, b, c, accumulate: true }).unwrap();
-        assert_eq!((call.alignments, call.pitches), ([128, 16, 256, 256], [512, 512, 16]));
-        assert_eq!(call.batch, Some(CallBatch { count: 3, strides: [64, 24, 256] }));
-        assert_eq!(call.standing_for_batch().batch, Some(CallBatch { count: 8, strides: [64, 24, 256] }));
+        assert_eq!((call.alignments, call.pitches), ([16, 8, 16, 16], [512, 512, 16]));
+        assert_eq!(call.batch, Some(CallBatch { count: 3, strides: [64, 20, 256] }));
+        assert_eq!(call.standing_for_batch().batch, Some(CallBatch { count: 8, strides: [64, 20, 256] }));
         assert!(addresses.adds && addresses.addend == addresses.c && call.formats.c == Dtype::Float32);
     }
 

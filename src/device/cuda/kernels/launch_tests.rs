@@ -407,6 +407,20 @@ fn delta(list: &mut List, r: &mut TestMemory, shape: DeltaShape, with_documents:
     DeltaRuleBackward { dout, qkv, a, b, a_log, dt_bias, documents, dqkv, da, db, da_log, ddt_bias, accumulate: true, shape }.enqueue(list)
 }
 
+/// Norms of queries, keys and values, and a factor.
+fn normed_values(list: &mut List, r: &mut TestMemory, shape: AttentionShape) -> Result<()> {
+    for values_are_keys in [false, true] {
+        let heads = NormedHeads::of(&shape, values_are_keys);
+        let (tokens, d) = (shape.tokens(), shape.head_dim);
+        let (qkv, out, rstd) = (r.x(tokens * heads.raw() * d), r.x(tokens * heads.all() * d), r.f(tokens * heads.raw()));
+        let [q_weight, k_weight, dq_weight, dk_weight] = [(); 4].map(|()| r.x(d));
+        QkvNorm { qkv, q_weight, k_weight, eps: 1e-6, out, rstd, tokens, heads }.enqueue(list)?;
+        let (dout, accumulate) = (out, values_are_keys);
+        QkvNormBackward { dout, qkv, q_weight, k_weight, rstd, dq_weight, dk_weight, accumulate, tokens, heads }.enqueue(list)?;
+    }
+    ScaleBy { x: r.x(4097), factor: r.x(1) }.enqueue(list)
+}
+
 /// The softmax of a tile of scores, and the rounding of sums of key gradients.
 fn scores(list: &mut List, r: &mut TestMemory, shape: AttentionShape, lanes: usize) -> Result<()> {
     let AttentionShape { seq_length, heads, kv_heads, head_dim, .. } = shape;
@@ -496,6 +510,7 @@ fn listing() -> Result<String> {
     mxfp4(&mut list, &mut TestMemory { dtype: Dtype::Bfloat16, skew: 0, given: 0 })?;
     for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1)] {
         scores(&mut list, &mut TestMemory { dtype, skew, given: 0 }, shape, 2)?;
+        normed_values(&mut list, &mut TestMemory { dtype, skew, given: 0 }, shape)?;
         scores(&mut list, &mut TestMemory { dtype, skew, given: 0 }, AttentionShape { kv_heads: 1, window: Some(200), ..shape }, 2)?;
     }
     Ok(list.lines)
