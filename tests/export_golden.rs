@@ -36,7 +36,9 @@ fn tensors(dir: &Path) -> Tensors {
 
 /// Whether training carries the tensor `name` over.
 fn is_carried(name: &str) -> bool {
-    ["visual.", "vision_tower.", "multi_modal_projector.", "mtp."].iter().any(|begin| name.trim_start_matches("model.").starts_with(begin))
+    ["visual.", "vision_tower.", "embed_vision.", "multi_modal_projector.", "mtp."]
+        .iter()
+        .any(|begin| name.trim_start_matches("model.").starts_with(begin))
 }
 
 /// The same, each number of a trained tensor of float32 as the nearest of bfloat16.

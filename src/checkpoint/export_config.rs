@@ -18,7 +18,9 @@ pub(super) fn pretty(value: &Value) -> Vec<u8> {
 
 /// Adds the old names of keys that `config` has under new names; existing old names stay.
 pub(super) fn add_old_names(config: &mut Map<String, Value>) {
-    let Some(Value::Object(new)) = config.get(NEW).cloned() else { return };
+    // Version 4 has no Gemma 4, and version 5 would read the old name in place of the new one.
+    let is_new = config.get("model_type").and_then(Value::as_str).is_some_and(|kind| kind.starts_with("gemma4"));
+    let Some(Value::Object(new)) = config.get(NEW).filter(|_| !is_new).cloned() else { return };
     let of_type = |kind: &str| new.get(kind).and_then(Value::as_object);
     let (all, sliding) = (of_type("full_attention").unwrap_or(&new), of_type("sliding_attention"));
     let add = |config: &mut Map<String, Value>, key: &str, value: Option<&Value>| {
@@ -54,6 +56,8 @@ mod tests {
     #[test]
     fn new_names_are_also_written_under_old_ones_and_old_ones_stay() {
         let default = json!({"rope_theta": 5e5, "rope_type": "default"});
+        let gemma4 = json!({"model_type": "gemma4_text", "rope_parameters": {"full_attention": {"rope_type": "proportional"}}});
+        assert_eq!(with_old_names(gemma4.clone()), gemma4);
         let flat = with_old_names(json!({"rope_parameters": default}));
         assert_eq!(flat, json!({"rope_parameters": default, "rope_theta": 5e5}));
         let llama3 = json!({"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, "partial_rotary_factor": 0.5});

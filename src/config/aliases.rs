@@ -125,9 +125,9 @@ const TABLE: &[(&str, AliasRule)] = &[
     ("use-peft", Switch { yes: Refused(ALL_PARAMETERS), no: Holds }),
     ("load-in-4bit", Switch { yes: Refused(ALL_PARAMETERS), no: Holds }),
     ("load-in-8bit", Switch { yes: Refused(ALL_PARAMETERS), no: Holds }),
-    ("attn-implementation", Always(Ignored("--attention auto|cudnn|plain chooses"))),
-    ("flash-attention", Always(Ignored("--attention auto|cudnn|plain chooses"))),
-    ("flash-attn", Always(Ignored("--attention auto|cudnn|plain chooses"))),
+    ("attn-implementation", Always(Ignored("--attention auto|cudnn|products|plain chooses"))),
+    ("flash-attention", Always(Ignored("--attention auto|cudnn|products|plain chooses"))),
+    ("flash-attn", Always(Ignored("--attention auto|cudnn|products|plain chooses"))),
     ("dataloader-*", Always(Ignored("the training thread reads the data of a step itself, in microseconds"))),
     ("dataset-num-proc", Always(Ignored("text is tokenized on all CPUs, once"))),
     ("preprocessing-num-workers", Always(Ignored("text is tokenized on all CPUs, once"))),
@@ -194,8 +194,8 @@ const TABLE: &[(&str, AliasRule)] = &[
     ("streaming", Always(Ignored("rows are read when a step needs them"))),
     ("enable-liger-kernel", Always(Ignored("this program does not use PyTorch"))),
     ("use-unsloth", Always(Ignored("this program does not use PyTorch"))),
-    ("xformers-attention", Always(Ignored("--attention auto|cudnn|plain chooses"))),
-    ("sdp-attention", Always(Ignored("--attention auto|cudnn|plain chooses"))),
+    ("xformers-attention", Always(Ignored("--attention auto|cudnn|products|plain chooses"))),
+    ("sdp-attention", Always(Ignored("--attention auto|cudnn|products|plain chooses"))),
     ("full-determinism", Always(Ignored("runs are bit-reproducible by default"))),
 ];
 

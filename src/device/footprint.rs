@@ -1,7 +1,7 @@
 //! Memory that a device takes for itself, in addition to allocations. The planner adds these sizes without a device, and the devices use
 //! the same sizes.
 
-use super::{Attention, AttentionShape, DeltaShape};
+use super::{Attention, AttentionShape, AttentionWay, DeltaShape};
 use crate::dtype::Dtype;
 use crate::host::pinned;
 use crate::memory::{MemorySpace, RingShape};
@@ -62,10 +62,11 @@ impl DeviceKind {
         }
         let class = |name, space, bytes| MemoryClass { name, space, bytes };
         let of_attention: Vec<_> = shapes.iter().map(|shape| gpu::attention_bytes(attention, shape, separates_documents)).collect();
-        let [workspace, packed] = [0, 1].map(|class| of_attention.iter().map(|bytes| bytes[class]).max().unwrap_or(0));
+        let [workspace, scores, packed] = [0, 1, 2].map(|class| of_attention.iter().map(|bytes| bytes[class]).max().unwrap_or(0));
         vec![
             class("matrix workspace", MemorySpace::Device, gpu::MATMUL_WORKSPACE_BYTES),
             class("attention workspace", MemorySpace::Device, workspace),
+            class("scores of attention", MemorySpace::Device, scores),
             class("packed documents", MemorySpace::Device, packed),
             class("kernel scratch", MemorySpace::Device, gpu::scratch_bytes(delta)),
             class("context, libraries", MemorySpace::Device, gpu::CONTEXT_BYTES),
@@ -75,18 +76,20 @@ impl DeviceKind {
 }
 
 impl Attention {
-    /// Queries and keys of a block of the backward pass; `None` if there is only one block.
+    /// Queries and keys of a block of cuDNN's backward pass; `None` if there is only one block, or if cuDNN does not compute this shape.
     pub(crate) fn block(self, shape: &AttentionShape) -> Option<usize> {
-        let block = gpu::attention_block(shape, matches!(self, Self::Cudnn { deterministic: true }));
+        let is_cut = self.way(shape) == AttentionWay::Fused && self.cudnn() == Some(true);
+        let block = gpu::attention_block(shape, is_cut);
         Some(block).filter(|block| *block < shape.seq_length)
     }
 }
 
 /// Sizes of an NVIDIA GPU.
 pub(crate) mod gpu {
-    use super::{Attention, AttentionShape, DeltaShape};
+    use super::{Attention, AttentionShape, AttentionWay, DeltaShape};
     use crate::device::CHUNK;
     use crate::device::documents::{batch_block, batch_shapes, most_tokens};
+    use crate::device::score_course::ScoreCourse;
     use crate::dtype::Dtype;
 
     /// Remaining device memory (0.6 GiB on an H200): the CUDA context; the code of cuBLASLt and cuDNN, which is loaded kernel by kernel;
@@ -212,18 +215,25 @@ pub(crate) mod gpu {
         1 << shape.hiding_window().map_or(most, behind).clamp(LEAST_BLOCK, most.max(LEAST_BLOCK)).ilog2()
     }
 
-    /// Bytes of the workspace and of packed documents, for layers of attention `shape`.
-    pub(super) fn attention_bytes(attention: Attention, shape: &AttentionShape, separates_documents: bool) -> [usize; 2] {
-        let Attention::Cudnn { deterministic } = attention else { return [0, 0] };
-        let of_parts = |batch: &_| {
-            let block = batch_block(shape, attention_block(shape, deterministic), batch);
-            attention_workspace_bytes(&attention_part(batch, block, deterministic), block, deterministic)
+    /// Bytes of cuDNN's workspace, of the scores of products, and of packed documents, for layers of attention `shape`.
+    pub(super) fn attention_bytes(attention: Attention, shape: &AttentionShape, separates_documents: bool) -> [usize; 3] {
+        let of_parts = |batch: &_| match (attention.way(shape), attention.cudnn()) {
+            (AttentionWay::Products, _) => [0, ScoreCourse::new(batch, Dtype::Bfloat16, None).bytes().total()],
+            (AttentionWay::Fused, Some(deterministic)) => {
+                let block = batch_block(shape, attention_block(shape, deterministic), batch);
+                [attention_workspace_bytes(&attention_part(batch, block, deterministic), block, deterministic), 0]
+            }
+            _ => [0, 0],
         };
-        if !separates_documents {
-            return [of_parts(shape), 0];
+        if attention == Attention::Plain {
+            return [0; 3];
         }
-        let largest = batch_shapes(shape).map(|batch| of_parts(&batch)).max();
-        [largest.unwrap_or(0), document_scratch(shape).total() + document_table_bytes(shape)]
+        if !separates_documents {
+            let [workspace, scores] = of_parts(shape);
+            return [workspace, scores, 0];
+        }
+        let largest = |class: usize| batch_shapes(shape).map(|batch| of_parts(&batch)[class]).max().unwrap_or(0);
+        [largest(0), largest(1), document_scratch(shape).total() + document_table_bytes(shape)]
     }
 
     /// The part of attention's backward pass that is computed at once, so that its workspace is bounded. A part has as many sequences as

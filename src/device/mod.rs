@@ -12,6 +12,9 @@ pub(crate) mod footprint;
 mod kernel;
 pub(crate) mod kernels;
 mod lease;
+mod score_course;
+#[cfg(any(test, feature = "cuda"))]
+mod score_passes;
 pub(crate) mod sim;
 mod slice;
 mod stream;
@@ -304,4 +307,53 @@ pub enum Attention {
         /// Whether the backward pass is reproducible bit for bit.
         deterministic: bool,
     },
+    /// Products of whole blocks by cuBLASLt, for 16-bit formats and any shape.
+    Products,
+    /// cuDNN's fused kernels where they have the shape, and products elsewhere.
+    CudnnOrProducts {
+        /// See [`Attention::Cudnn`].
+        deterministic: bool,
+    },
+}
+
+/// The widest heads of cuDNN's attention on any GPU.
+const CUDNN_HEAD_DIM: usize = 256;
+
+/// How a layer of attention is computed on a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AttentionWay {
+    Plain,
+    Fused,
+    Products,
+}
+
+impl Attention {
+    /// How layers of this shape are computed on a GPU.
+    pub(crate) fn way(self, shape: &AttentionShape) -> AttentionWay {
+        match self {
+            Self::Plain => AttentionWay::Plain,
+            Self::Products => AttentionWay::Products,
+            Self::CudnnOrProducts { .. } if Self::cudnn_lacks(shape).is_some() => AttentionWay::Products,
+            Self::Cudnn { .. } | Self::CudnnOrProducts { .. } => AttentionWay::Fused,
+        }
+    }
+
+    /// Whether cuDNN's backward pass, if it is used, is reproducible bit for bit; `None` if cuDNN is not used.
+    pub(crate) fn cudnn(self) -> Option<bool> {
+        match self {
+            Self::Plain | Self::Products => None,
+            Self::Cudnn { deterministic } | Self::CudnnOrProducts { deterministic } => Some(deterministic),
+        }
+    }
+
+    /// The property of `shape` that cuDNN's attention has on no GPU.
+    pub(crate) fn cudnn_lacks(shape: &AttentionShape) -> Option<&'static str> {
+        if shape.softcap.is_some() {
+            Some("soft caps on scores")
+        } else if shape.head_dim > CUDNN_HEAD_DIM {
+            Some("heads of more than 256 channels")
+        } else {
+            None
+        }
+    }
 }

@@ -64,6 +64,10 @@ pub(crate) enum AttentionKernels {
     Deterministic,
     /// This program's plain kernels on a GPU.
     Plain,
+    /// Products, for all shapes.
+    Products,
+    /// cuDNN's kernels and products; see [`Attention::CudnnOrProducts`](crate::device::Attention::CudnnOrProducts).
+    CudnnOrProducts { deterministic: bool },
 }
 
 /// Rates of kernels, copies and the optimizer without concurrent load, unless a name says otherwise.
@@ -330,13 +334,18 @@ impl Rates {
     pub(crate) fn attention_share(&self, head_dim: usize) -> f64 {
         match self.attention {
             AttentionKernels::Plain => Points(PLAIN_ATTENTION_SHARE.to_vec()).at(head_dim as f64),
-            AttentionKernels::AsMeasured | AttentionKernels::Deterministic => 1.0,
+            _ => 1.0,
         }
+    }
+
+    /// Kernels of attention.
+    pub(crate) fn attention_kernels(&self) -> AttentionKernels {
+        self.attention
     }
 
     /// Whether keys that a window hides take time in attention's backward pass.
     pub(crate) fn backward_visits_hidden_keys(&self) -> bool {
-        self.attention == AttentionKernels::Deterministic
+        matches!(self.attention, AttentionKernels::Deterministic | AttentionKernels::CudnnOrProducts { deterministic: true })
     }
 
     /// These rates with `attention` as its kernels.

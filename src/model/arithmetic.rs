@@ -1,6 +1,6 @@
 //! The properties of a shape that affect arithmetic. Checkpoints record them, so that a run cannot resume with a different model unnoticed.
 
-use super::layer_shape::{Act, Attn, AttnKind, Ffn, Join, LayerShape, Moe, NormKind, NormSpec, QkSpan, SharedExpertShape};
+use super::layer_shape::{Act, Attn, AttnKind, Ffn, Join, LayerShape, Moe, NormKind, NormSpec, QkSpan, SharedExpertShape, Values};
 use super::shape::{ModelShape, RopeScaling};
 use crate::device::{ExpertActivation, RouterRule, SigmoidRule};
 use serde_json::{Map, Value, json};
@@ -52,9 +52,9 @@ impl ModelShape {
     }
 
     fn layer_arithmetic(&self, layer: &LayerShape) -> Vec<(&'static str, Value)> {
-        let LayerShape { attn, mlp, norm: NormSpec { kind: norm, plus_one, eps }, pre_norm, join } = *layer;
+        let LayerShape { attn, mlp, norm: NormSpec { kind: norm, plus_one, eps }, pre_norm, join, scaled } = *layer;
         let Ffn { width, act, bias } = mlp.ffn();
-        let Attn { kind, heads, kv_heads, head_dim, qkv_bias, out_bias, qk_norm, rope, window: _, scale, softcap, sinks } = attn;
+        let Attn { kind, heads, kv_heads, head_dim, qkv_bias, out_bias, qk_norm, values, rope, window: _, scale, softcap, sinks } = attn;
         let rope = rope.map(|rope| &self.ropes[rope]);
         vec![
             ("num_attention_heads", json!(heads)),
@@ -65,7 +65,7 @@ impl ModelShape {
             ("norm_eps", shortest(eps)),
             ("norm_plus_one", json!(plus_one)),
             ("pre_norm", json!(pre_norm)),
-            ("join", join_name(join)),
+            ("join", join_name(join, scaled)),
             ("mlp", act_name(act).into()),
             ("rope_theta", json!(rope.map(|rope| rope.theta))),
             ("rotary_dim", json!(rope.map(|rope| rope.rotary_dim))),
@@ -80,7 +80,7 @@ impl ModelShape {
             ("attention_scale", shortest(scale)),
             ("attention_softcap", json!(softcap.map(shortest))),
             ("attention_sinks", json!(sinks)),
-            ("attention", attn_name(kind).into()),
+            ("attention", attn_name(kind, values)),
         ]
     }
 }
@@ -100,20 +100,27 @@ fn norm_name(norm: NormKind) -> &'static str {
     }
 }
 
-fn attn_name(kind: AttnKind) -> &'static str {
-    match kind {
+fn attn_name(kind: AttnKind, values: Values) -> Value {
+    let kind = match kind {
         AttnKind::Softmax => "softmax",
         AttnKind::GatedSoftmax => "gated softmax",
         AttnKind::Delta => "gated delta rule",
+    };
+    match values {
+        Values::Projected => json!(kind),
+        Values::Normed => json!({"kind": kind, "values": "normed"}),
+        Values::NormedKeys => json!({"kind": kind, "values": "normed keys"}),
     }
 }
 
-fn join_name(join: Join) -> Value {
-    match join {
+/// A factor of the files on the stream after the layer is recorded only where there is one, so that older records stay equal.
+fn join_name(join: Join, scaled: bool) -> Value {
+    let join = match join {
         Join::Add => json!("add"),
         Join::Scale(factor) => json!({"scale": shortest(factor)}),
         Join::Norm => json!("norm"),
-    }
+    };
+    if scaled { json!([join, "scaled by the files"]) } else { join }
 }
 
 fn act_name(act: Act) -> &'static str {
@@ -159,6 +166,7 @@ fn experts(Moe { experts, top_k, ffn: _, activation, rule, router_bias, correcte
 fn scaling(scaling: &RopeScaling) -> Value {
     match scaling {
         RopeScaling::Default => json!("none"),
+        RopeScaling::Proportional { pairs } => json!({"proportional": pairs}),
         RopeScaling::Linear { factor } => json!({"linear": factor}),
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_positions } => {
             json!({"llama3": [factor, low_freq_factor, high_freq_factor, original_max_positions]})
@@ -234,6 +242,8 @@ mod tests {
         assert!(others.into_iter().all(|other| experts(other) != experts(moe)));
         assert_eq!(all(|l| l.attn.qk_norm = Some(QkSpan::Head)), ["qk_norm"]);
         assert_eq!(all(|l| l.attn.qk_norm = Some(QkSpan::Whole)), ["qk_norm"]);
+        assert_eq!(all(|l| l.attn.values = Values::Normed), ["attention"]);
+        assert_eq!(all(|l| l.scaled = true), ["join"]);
         assert_eq!(all(|l| l.join = Join::Scale(0.5)), ["join"]);
         assert_eq!(all(|l| l.pre_norm = false), ["pre_norm"]);
         assert_eq!(changed(|s| s.logit_scale = 0.5), ["logit_scale"]);

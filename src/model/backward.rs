@@ -2,7 +2,7 @@
 //! gradient of each branch is added at the norm with which the branch begins.
 
 use super::Model;
-use super::activation_arrays::{Activations, NormActivations, RawActivations};
+use super::activation_arrays::{Activations, NormActivations, ProjectedQkv, RawActivations};
 use super::forward::scale;
 use super::fp8::LastWriter;
 use super::head::MicroStep;
@@ -15,7 +15,7 @@ use super::sequence::{Handover, PassRunner};
 use super::tensors::Module;
 use crate::device::{
     AttentionBackward, DeviceSlice, EmbedBackward, GegluBackward, GeluBackward, Kernels, Launch, LayerNormBackward, QkNormBackward,
-    RmsNormBackward, ScaleAdd, ScaleCell, SinksBackward, SwigluBackward, WithScale, Zero,
+    QkvNormBackward, RmsNormBackward, ScaleAdd, ScaleBy, ScaleCell, SinksBackward, SwigluBackward, WithScale, Zero,
 };
 use crate::error::Result;
 use std::iter::once;
@@ -81,9 +81,19 @@ impl Model {
 
     fn backward_layer<P: PassRunner>(&self, run: &mut P, layer: usize, micro: MicroStep) -> Result<()> {
         self.recompute_attention(run, layer)?;
+        self.backward_scale(run.dev(), layer, micro.first)?;
         self.backward_mlp(run.dev(), layer, micro)?;
         self.backward_attention(run, layer, micro.first)?;
         self.activations.layers[layer].on_host().try_for_each(|turn| turn.fetch_next(run.dev()))
+    }
+
+    /// The gradient of the residual stream before the layer's factor, which has no gradient itself.
+    fn backward_scale<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
+        let Some(Param { value, grad }) = self.layers[layer].scale else { return Ok(()) };
+        if first {
+            dev.launch(Zero { x: grad })?;
+        }
+        dev.launch(ScaleBy { x: self.activations.dresidual, factor: value })
     }
 
     fn backward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, micro: MicroStep) -> Result<()> {
@@ -189,22 +199,26 @@ impl Model {
         run.hand_over(Handover::QkvGrad, layer)?;
         let dev = run.dev();
         self.rotate(dev, layer, dqkv, true)?;
-        if let (Some((q, k)), Some(kept)) = (params.qk_norm, act.projected) {
-            dev.launch(QkNormBackward {
-                dqkv,
-                qkv: kept.raw,
-                q_weight: q.value,
-                k_weight: k.value,
-                plus_one: self.shape.layers[layer].norm.plus_one,
-                rstd: kept.rstd,
-                dq_weight: q.grad,
-                dk_weight: k.grad,
-                accumulate: !first,
-                shape: self.attention_shape(layer),
-            })?;
-        }
+        let dqkv = self.backward_qk_norm(dev, layer, dqkv, first)?;
         let matrices = once((&params.qkv, dqkv)).chain(self.gate_gradients(layer));
         self.leave(dev, layer, grads, matrices, (params.attn_norm.map(|norm| (norm, act.attn_norm)), act.input), first)
+    }
+
+    /// The gradient of the projections to queries, keys and values, from that of the queries, keys and values before the rotation. With normed
+    /// values it takes the place of the projections.
+    fn backward_qk_norm<D: Kernels>(&self, dev: &mut D, layer: usize, dqkv: DeviceSlice, first: bool) -> Result<DeviceSlice> {
+        let (params, act, shape) = (&self.layers[layer], &self.activations.layers[layer], self.attention_shape(layer));
+        let (Some((q, k)), Some(kept)) = (params.qk_norm, act.projected) else { return Ok(dqkv) };
+        let [q_weight, k_weight, dq_weight, dk_weight] = [q.value, k.value, q.grad, k.grad];
+        let (ProjectedQkv { raw: qkv, rstd }, accumulate) = (kept, !first);
+        if let Some(heads) = self.normed_heads(layer) {
+            let (dout, tokens) = (dqkv, shape.tokens());
+            dev.launch(QkvNormBackward { dout, qkv, q_weight, k_weight, rstd, dq_weight, dk_weight, accumulate, tokens, heads })?;
+            return Ok(qkv);
+        }
+        let plus_one = self.shape.layers[layer].norm.plus_one;
+        dev.launch(QkNormBackward { dqkv, qkv, q_weight, k_weight, plus_one, rstd, dq_weight, dk_weight, accumulate, shape })?;
+        Ok(dqkv)
     }
 
     /// Computes the gradient of queries, keys and values from the gradient of attention's output: all tokens of this rank's heads. After a

@@ -6,6 +6,7 @@
 
 mod delta;
 mod experts;
+mod gemma4;
 mod keys;
 mod rope;
 #[cfg(test)]
@@ -16,7 +17,7 @@ mod text_part_tests;
 mod windows;
 
 use super::family::{Family, FamilySpec, Missing, Multipliers, Rotates, ScaleRule};
-use super::layer_shape::{Act, Attn, AttnKind, Ffn, Join, LayerShape, NormSpec};
+use super::layer_shape::{Act, Attn, AttnKind, Ffn, Join, LayerShape, NormSpec, Values};
 use super::shape::{DEMO_CONFIG, EmbedScale, ModelShape};
 use super::tensors::TensorTable;
 use crate::data::loss_weight::VOCAB_MAX;
@@ -99,7 +100,10 @@ fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
     let norm = NormSpec { kind: spec.norm, plus_one: spec.plus_one, eps: keys.number(names.eps, None, 1e-30, 1.0)? as f32 };
     let windows = windows::windows(keys, spec, layers)?;
     let slides: Vec<bool> = windows.iter().map(Option::is_some).collect();
-    let heads = rope::RotatedHeads { head_dim: attn.head_dim, max_positions };
+    let attns = gemma4::attention(keys, spec, attn, &slides)?;
+    let of_type = |slides_here: bool| slides.iter().zip(&attns).find(|(slides, _)| **slides == slides_here);
+    let head_dim = |slides| of_type(slides).map_or(attn.head_dim, |(_, attn)| attn.head_dim);
+    let heads = rope::RotatedHeads { head_dims: [head_dim(false), head_dim(true)], max_positions };
     let (ropes, rope_of) = rope::ropes(keys, spec, &heads, &slides)?;
     let scaled_from = rope::scaled_from(keys, spec)?;
     let mlps = experts::mlps(keys, spec, layers, || ffn(keys, spec, channels))?;
@@ -112,8 +116,9 @@ fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
     };
     let pre_norm = spec.names.attn_norm.is_some();
     let delta = delta::layers(keys, spec, layers, attn)?;
-    let of_layer = |(window, rope), delta: Option<Attn>| delta.unwrap_or(Attn { window, rope, ..attn });
-    let layer = |((of_attn, delta), mlp)| LayerShape { attn: of_layer(of_attn, delta), mlp, norm, pre_norm, join };
+    let of_layer = |(attn, (window, rope)), delta: Option<Attn>| delta.unwrap_or(Attn { window, rope, ..attn });
+    let scaled = spec.is_gemma4();
+    let layer = |((of_attn, delta), mlp)| LayerShape { attn: of_layer(of_attn, delta), mlp, norm, pre_norm, join, scaled };
     Ok(ModelShape {
         family,
         vocab: keys.count("vocab_size", VOCAB_MAX)?,
@@ -128,7 +133,7 @@ fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
         logit_softcap: keys.softcap("final_logit_softcapping", spec.softcaps.as_ref().map(|caps| caps.logits))?,
         logit_scale: 1.0 / factor(|multipliers| multipliers.logits)?,
         ropes,
-        layers: windows.into_iter().zip(rope_of).zip(delta).zip(mlps).map(layer).collect(),
+        layers: attns.into_iter().zip(windows.into_iter().zip(rope_of)).zip(delta).zip(mlps).map(layer).collect(),
         final_norm: norm,
         tied: keys.flag("tie_word_embeddings", spec.tied)?,
         init_std: keys.number("initializer_range", Some(0.02), 0.0, 100.0)? as f32,
@@ -158,6 +163,7 @@ fn attention(keys: &Keys, spec: &FamilySpec, channels: usize) -> Result<Attn> {
         qkv_bias: keys.rule(spec.qkv_bias)?,
         out_bias: keys.rule(spec.out_bias)?,
         qk_norm: spec.qk_norm.filter(|_| has_qk_norm),
+        values: Values::Projected,
         rope: None,
         window: None,
         scale: scale(keys, spec, head_dim)?,
@@ -169,6 +175,7 @@ fn attention(keys: &Keys, spec: &FamilySpec, channels: usize) -> Result<Attn> {
 fn scale(keys: &Keys, spec: &FamilySpec, head_dim: usize) -> Result<f32> {
     let scaled = match spec.scale {
         ScaleRule::HeadDim => true,
+        ScaleRule::One => false,
         ScaleRule::Unless(key) => keys.flag(key, true)?,
         ScaleRule::Key(key) => return keys.factor(key),
         ScaleRule::Root(key, default) => return Ok(keys.number(key, Some(default), 1e-9, 1e9)?.sqrt().recip() as f32),

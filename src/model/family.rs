@@ -90,6 +90,8 @@ pub(crate) enum Missing {
 pub(crate) enum ScaleRule {
     /// `head_dim^-1/2`.
     HeadDim,
+    /// 1, in the layers of Gemma 4.
+    One,
     /// `head_dim^-1/2`, or 1 if this key is false.
     Unless(&'static str),
     /// The value of this key, or 1.
@@ -273,6 +275,13 @@ pub(crate) struct FamilySpec {
     pub(crate) delta: Option<delta::DeltaFiles>,
     /// How files hold this decoder as the text part of a multimodal model; `None`: the model is text only.
     pub(crate) text_part: Option<TextPart>,
+}
+
+impl FamilySpec {
+    /// Whether layers are those of Gemma 4: full attention has heads of its own, values are normalised, and each layer ends with a factor.
+    pub(crate) fn is_gemma4(&self) -> bool {
+        matches!(self.scale, ScaleRule::One)
+    }
 }
 
 const LLAMA_KEYS: SizeKeys = SizeKeys {
@@ -473,6 +482,16 @@ const GEMMA3: FamilySpec = FamilySpec {
     ..GEMMA2
 };
 
+const GEMMA4: FamilySpec = FamilySpec {
+    architecture: "Gemma4ForCausalLM",
+    plus_one: false,
+    window: WindowRule::ByType(TypeRule { switch: false, missing_types: Pattern::NotEvery(6), missing_window: Some(512) }),
+    rotates: Rotates::ByType(LocalRope { key: None, theta: 10_000.0 }),
+    names_rope: true,
+    scale: ScaleRule::One,
+    ..GEMMA3
+};
+
 const GLM4_MOE: FamilySpec = FamilySpec {
     architecture: "Glm4MoeForCausalLM",
     out_bias: Presence::Never,
@@ -602,6 +621,7 @@ static FAMILIES: &[FamilySpec] = &[
     },
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     GLM4_MOE,
     FamilySpec {
         architecture: "Dots1ForCausalLM",

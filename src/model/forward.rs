@@ -2,7 +2,7 @@
 
 use super::Model;
 use super::activation_arrays::{LayerActivations, NormActivations, ProjectedQkv, RawActivations};
-use super::layer_shape::{Act, Join, LayerShape, Mlp, NormSpec};
+use super::layer_shape::{Act, Attn, Join, LayerShape, Mlp, NormSpec, Values};
 use super::linear::linear;
 use super::mlp_tile::MlpTile;
 use super::params::{LinearParams, NormParams, TokenRows};
@@ -11,8 +11,8 @@ use super::sequence::{Handover, PassRunner};
 use super::shape::RopeConfig;
 use super::tensors::Module;
 use crate::device::{
-    AttentionForward, Cast, DeviceSlice, Embed, Geglu, Gelu, Kernels, Launch, LayerNorm, QkNorm, RmsNorm, Rope, ScaleAdd, ScaleCell, Sinks,
-    Stream, Swiglu, WithScale,
+    AttentionForward, Cast, DeviceSlice, Embed, Geglu, Gelu, Kernels, Launch, LayerNorm, NormedHeads, QkNorm, QkvNorm, RmsNorm, Rope,
+    ScaleAdd, ScaleBy, ScaleCell, Sinks, Stream, Swiglu, WithScale,
 };
 use crate::error::Result;
 
@@ -103,6 +103,7 @@ impl Model {
             }
             let post = params.post_mlp_norm.map(|norm| (norm, act.post_mlp));
             self.join(dev, layer, (&params.mlp_out, act.mlp_act), post, (act.mid, out))?;
+            params.scale.map_or(Ok(()), |scale| dev.launch(ScaleBy { x: out, factor: scale.value }))?;
         }
         Ok(())
     }
@@ -280,10 +281,24 @@ impl Model {
         let [out, _] = self.own_tokens(layer);
         if let (Some((q, k)), Some(kept)) = (self.layers[layer].qk_norm, act.projected) {
             let (NormSpec { eps, plus_one, .. }, shape) = (self.shape.layers[layer].norm, self.attention_shape(layer));
-            let ProjectedQkv { raw: qkv, rstd } = kept;
-            dev.launch(QkNorm { qkv, q_weight: q.value, k_weight: k.value, plus_one, eps, out, rstd, shape })?;
+            let (ProjectedQkv { raw: qkv, rstd }, tokens, [q_weight, k_weight]) = (kept, shape.tokens(), [q.value, k.value]);
+            match self.normed_heads(layer) {
+                Some(heads) => dev.launch(QkvNorm { qkv, q_weight, k_weight, eps, out, rstd, tokens, heads })?,
+                None => dev.launch(QkNorm { qkv, q_weight, k_weight, plus_one, eps, out, rstd, shape })?,
+            }
         }
         self.rotate(dev, layer, out, false)
+    }
+
+    /// Heads of queries, keys and values, if all of them are normalised.
+    pub(super) fn normed_heads(&self, layer: usize) -> Option<NormedHeads> {
+        let Attn { values, .. } = self.shape.layers[layer].attn;
+        let values_are_keys = match values {
+            Values::Projected => return None,
+            Values::Normed => false,
+            Values::NormedKeys => true,
+        };
+        Some(NormedHeads::of(&self.attention_shape(layer), values_are_keys))
     }
 
     /// Applies the activation of a dense MLP. Experts apply theirs in `MoeLayer::leave`.

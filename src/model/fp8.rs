@@ -52,7 +52,7 @@ pub(super) fn work_elems(shape: &ModelShape, tokens: usize) -> [usize; 4] {
 
 /// Rows and columns of the weights of FP8 products. Experts and their router are excluded.
 fn linears(layer: &LayerShape, channels: usize) -> impl Iterator<Item = (usize, usize)> {
-    let attention = [(layer.attn.qkv_cols(), channels), (channels, layer.attn.out_cols())];
+    let attention = [(layer.attn.projected_cols(), channels), (channels, layer.attn.out_cols())];
     let (ins, width) = layer.mlp_cols();
     let mlp = layer.mlp.moe().is_none().then_some([(ins, channels), (channels, width)]);
     attention.into_iter().chain(mlp.into_iter().flatten())

@@ -125,6 +125,17 @@ pub enum QkSpan {
     Whole,
 }
 
+/// The values of attention before they are weighted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Values {
+    /// Projections of the input.
+    Projected,
+    /// Projections of the input; each head is RMS-normalised without a weight, beside a norm of queries and keys.
+    Normed,
+    /// The projected keys before their norm and rotation, each head RMS-normalised without a weight. There is no projection to values.
+    NormedKeys,
+}
+
 /// Arithmetic between the projections of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AttnKind {
@@ -152,6 +163,8 @@ pub struct Attn {
     pub(crate) out_bias: bool,
     /// RMS normalisation of queries and keys.
     pub qk_norm: Option<QkSpan>,
+    /// The values; if they are normalised, queries and keys are, too, each head alone.
+    pub(crate) values: Values,
     /// Index in [`ModelShape::ropes`] of the rotation of queries and keys.
     pub(crate) rope: Option<usize>,
     /// Number of tokens that a token sees, including itself; `None`: all earlier tokens.
@@ -185,9 +198,14 @@ impl Attn {
         if self.is_delta() { 0 } else { self.heads }
     }
 
+    /// Columns of the fused projection to queries, keys and values.
+    pub(crate) fn projected_cols(&self) -> usize {
+        self.qkv_cols() - if self.values == Values::NormedKeys { self.kv_heads * self.head_dim } else { 0 }
+    }
+
     /// Columns of projections that a norm or a convolution changes before attention; 0 if attention reads the projections.
     pub(crate) fn raw_qkv_cols(&self) -> usize {
-        if self.is_delta() || self.qk_norm.is_some() { self.qkv_cols() } else { 0 }
+        if self.is_delta() || self.qk_norm.is_some() { self.projected_cols() } else { 0 }
     }
 
     /// Columns of the fused query, key and value: `(heads + 2 kv_heads) head_dim`.
@@ -204,6 +222,8 @@ impl Attn {
     pub(crate) fn qk_stats_cols(&self) -> usize {
         match self.qk_norm {
             None => 0,
+            // The keys that are values, too, have one statistic.
+            Some(QkSpan::Head) if self.values == Values::Normed => self.heads + 2 * self.kv_heads,
             Some(QkSpan::Head) => self.heads + self.kv_heads,
             Some(QkSpan::Whole) => 2,
         }
@@ -230,6 +250,8 @@ pub struct LayerShape {
     /// Whether the inputs of attention and of the MLP are normalised.
     pub(crate) pre_norm: bool,
     pub(crate) join: Join,
+    /// Whether the residual stream after the layer is multiplied by a number of the files, which is not trained.
+    pub(crate) scaled: bool,
 }
 
 impl LayerShape {

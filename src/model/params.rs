@@ -111,6 +111,8 @@ pub(super) struct LayerParams {
     pub qk_norm: Option<(Param, Param)>,
     pub(crate) attn_out: LinearParams,
     pub(crate) sinks: Option<Param>,
+    /// Factor on the residual stream after the layer.
+    pub(crate) scale: Option<Param>,
     pub(crate) mlp_norm: Option<NormParams>,
     pub(crate) post_mlp_norm: Option<NormParams>,
     /// Router of the experts.
@@ -258,6 +260,7 @@ impl Flat<'_> {
             qk_norm: self.find(module, Role::QNorm).zip(self.find(module, Role::KNorm)),
             attn_out: self.linear(module, Role::AttnOut, Some(Role::AttnOutBias)),
             sinks: self.find(module, Role::Sinks),
+            scale: self.find(module, Role::LayerScale),
             mlp_norm: self.norm(module, Role::MlpNorm, Role::MlpNormBias),
             post_mlp_norm: self.norm(module, Role::PostMlpNorm, Role::PostMlpNormBias),
             router: self.table.find(module, Role::Router).map(|_| self.linear(module, Role::Router, Some(Role::RouterBias))),

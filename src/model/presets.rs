@@ -9,9 +9,9 @@ use std::path::Path;
 /// Name and `config.json` of every preset. The sizes are those of the published `google/gemma-2-2b`, `google/gemma-2-9b`,
 /// `google/gemma-2-27b`, `google/gemma-3-1b-pt`, `microsoft/phi-4`, `ByteDance-Seed/Seed-OSS-36B-Base`, `meta-llama/Llama-3.1-70B`,
 /// `Qwen/Qwen3-VL-8B-Instruct`, `mistralai/Ministral-3-14B-Base-2512`, `mistralai/Mistral-Small-3.1-24B-Base-2503` and
-/// `google/gemma-3-27b-pt`; the other presets are published under their own names, `qwen3.5-9b` as `Qwen/Qwen3.5-9B` and
+/// `google/gemma-3-27b-pt`; `gemma-4-31b` is `google/gemma-4-31b`; the other presets are published under their own names, `qwen3.5-9b` as `Qwen/Qwen3.5-9B` and
 /// `qwen3-next-80b-a3b` as `Qwen/Qwen3-Next-80B-A3B-Instruct`. Presets of multimodal models have the text part alone.
-pub const PRESETS: [(&str, &str); 27] = [
+pub const PRESETS: [(&str, &str); 28] = [
     ("qwen3-4b", include_str!("presets/qwen3-4b.json")),
     ("llama-8b", include_str!("presets/llama-8b.json")),
     ("qwen3-14b", include_str!("presets/qwen3-14b.json")),
@@ -35,6 +35,7 @@ pub const PRESETS: [(&str, &str); 27] = [
     // The published file says nothing about a tie, and its class has one by default; its weights have an output matrix.
     ("mistral-small-24b", include_str!("presets/mistral-small-24b.json")),
     ("gemma-3-27b", include_str!("presets/gemma-3-27b.json")),
+    ("gemma-4-31b", include_str!("presets/gemma-4-31b.json")),
     ("qwen3.5-0.8b", include_str!("presets/qwen3.5-0.8b.json")),
     ("qwen3.5-4b", include_str!("presets/qwen3.5-4b.json")),
     ("qwen3.5-9b", include_str!("presets/qwen3.5-9b.json")),
@@ -121,6 +122,18 @@ mod tests {
         assert_eq!([4, 5].map(|layer| gemma.layers[layer].attn.window), [Some(1024), None]);
         assert_eq!(gemma.layers[0].attn.scale, 168f32.sqrt().recip());
         assert_eq!(shape(Path::new("ministral-3-14b")).unwrap().max_positions, 16_384);
+    }
+
+    /// The parameters that transformers counts, and a factor for each layer.
+    #[test]
+    fn gemma_4_has_its_parameters_and_two_kinds_of_layers() {
+        let shape = shape(Path::new("gemma-4-31b")).unwrap();
+        assert_eq!(TensorTable::new(&shape).params(), 30_697_345_340);
+        let [sliding, full] = [0, 59].map(|layer| shape.layers[layer].attn);
+        assert_eq!((sliding.head_dim, sliding.kv_heads, sliding.window), (256, 16, Some(1024)));
+        assert_eq!((full.head_dim, full.kv_heads, full.window, full.scale), (512, 4, None, 1.0));
+        assert_eq!([sliding, full].map(|attn| attn.rope.map(|rope| shape.ropes[rope].rotary_dim)), [Some(256), Some(512)]);
+        assert_eq!((shape.logit_softcap, shape.tied, shape.layers[7].scaled), (Some(30.0), true, true));
     }
 
     /// The parameters that transformers counts for these configurations.

@@ -33,6 +33,7 @@ fn inverse_frequencies(rope: &RopeConfig, seq_length: usize) -> Vec<f32> {
     let plain = |pair: usize| 1.0 / power(theta, pair);
     let frequency: &dyn Fn(usize) -> f32 = match rope.scaling {
         RopeScaling::Default => &plain,
+        RopeScaling::Proportional { pairs } => &move |pair| if pair < pairs { plain(pair) } else { 0.0 },
         RopeScaling::Linear { factor } => &move |pair| plain(pair) / factor as f32,
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_positions } => {
             let bends = (low_freq_factor, high_freq_factor);
@@ -153,6 +154,13 @@ mod tests {
         // For twice the positions, the base is multiplied by 3^(8/6).
         let grown = inverse_frequencies(&RopeConfig { theta: 10_000.0 * 3f64.powf(8.0 / 6.0), ..plain(8, RopeScaling::Default) }, 1);
         assert!(inverse_frequencies(&dynamic, 128).iter().zip(&grown).all(|(a, b)| (a / b - 1.0).abs() < 1e-6));
+    }
+
+    #[test]
+    fn a_proportional_rotation_leaves_the_last_pairs() {
+        let frequencies = inverse_frequencies(&plain(16, RopeScaling::Proportional { pairs: 2 }), 1);
+        assert_eq!(frequencies[..2], inverse_frequencies(&plain(16, RopeScaling::Default), 1)[..2]);
+        assert_eq!(frequencies[2..], [0.0; 6]);
     }
 
     #[test]

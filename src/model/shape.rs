@@ -47,6 +47,11 @@ pub struct RopeConfig {
 pub(crate) enum RopeScaling {
     /// No scaling.
     Default,
+    /// Only the first pairs of channels rotate.
+    Proportional {
+        /// Rotating pairs.
+        pairs: usize,
+    },
     /// All frequencies divided by `factor`.
     Linear {
         /// The divisor.
@@ -206,11 +211,6 @@ impl ModelShape {
     /// Number of experts in all layers.
     pub(crate) fn experts(&self) -> usize {
         self.layers.iter().filter_map(|layer| layer.mlp.moe()).map(|moe| moe.experts).sum()
-    }
-
-    /// Whether some layer has a soft cap on attention's scores.
-    pub(crate) fn caps_scores(&self) -> bool {
-        self.layers.iter().any(|layer| layer.attn.softcap.is_some())
     }
 
     /// Maximum of `cols` over all layers.

@@ -17,7 +17,7 @@ mod token_rows;
 use self::file_rows::FileRows;
 use self::interleaved::Interleaved;
 use super::family::{ExpertFiles, MoeNames, Names, Orientation, SharedNames};
-use super::layer_shape::{Attn, AttnKind, Ffn, LayerShape, Mlp, Moe, NormKind, NormSpec, QkSpan, SharedExpertShape};
+use super::layer_shape::{Attn, AttnKind, Ffn, LayerShape, Mlp, Moe, NormKind, NormSpec, QkSpan, SharedExpertShape, Values};
 use super::shape::ModelShape;
 use crate::device::CORRECTION_PARTS;
 use std::fmt::Display;
@@ -406,6 +406,9 @@ impl TableBuilder<'_> {
         let path = format!("{}{}.{layer}.", self.names.prefix, self.names.layers);
         let at = |name: &str| format!("{path}{name}");
         let shape = self.shape.layers[layer];
+        if shape.scaled {
+            self.whole(Module::Layer(layer), Role::LayerScale, vec![1], Init::Ones, at("layer_scalar"));
+        }
         self.mlp(Module::Layer(layer), shape, at);
         self.attention(Module::Layer(layer), shape, at);
     }
@@ -518,10 +521,14 @@ impl TableBuilder<'_> {
     /// Tensors of attention with scores, without the norms of the residual stream.
     fn softmax(&mut self, module: Module, attn: Attn, norm: NormSpec, at: impl Fn(&str) -> String) {
         let (&Names { qkv, attn_out, .. }, channels) = (self.names, self.shape.channels);
-        let Attn { kind, heads, kv_heads, head_dim, qk_norm, qkv_bias, out_bias, sinks, .. } = attn;
+        let Attn { kind, heads, kv_heads, head_dim, qk_norm, values, qkv_bias, out_bias, sinks, .. } = attn;
         let (q_rows, kv_rows) = (heads * head_dim, kv_heads * head_dim);
-        let qkv_rows: &[usize] = if qkv.len() == 1 { &[q_rows + 2 * kv_rows] } else { &[q_rows, kv_rows, kv_rows] };
-        let paths: Vec<String> = qkv.iter().map(|name| at(name)).collect();
+        let qkv_rows: &[usize] = match (qkv.len(), values) {
+            (1, _) => &[q_rows + 2 * kv_rows],
+            (_, Values::NormedKeys) => &[q_rows, kv_rows],
+            _ => &[q_rows, kv_rows, kv_rows],
+        };
+        let paths: Vec<String> = qkv.iter().take(qkv_rows.len()).map(|name| at(name)).collect();
         let out_roles = (Role::AttnOut, out_bias.then_some(Role::AttnOutBias));
         self.linear(module, out_roles, &[at(attn_out)], &[channels], q_rows, self.residual_init());
         if let Some(span) = qk_norm {
@@ -584,6 +591,11 @@ pub(in crate::model) mod tests {
     pub(in crate::model) fn shape(architecture: &str) -> ModelShape {
         let spec = Family::find(architecture).unwrap().spec();
         let more = match spec.moe {
+            None if spec.is_gemma4() => {
+                r#", "hidden_size_per_layer_input": 0, "global_head_dim": 12, "attention_k_eq_v": true, "num_global_key_value_heads": 1,
+                "rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5}, "sliding_attention":
+                {"rope_type": "default"}}"#
+            }
             None if spec.scales_queries => r#", "rope_scaling": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}"#,
             None => "",
             Some(_) => {

@@ -2,7 +2,8 @@
 
 use super::plan::Plan;
 use crate::bucket::layout::Tier;
-use crate::device::DeviceKind;
+use crate::device::{Attention, DeviceKind};
+use crate::dtype::Dtype;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
 use crate::model::head_rows::HeadRows;
 use crate::model::policy::LayerPolicy;
@@ -203,8 +204,16 @@ impl Plan {
 
     /// Writes requirements that only some models have on a GPU.
     fn write_models_own(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.recipe.model.caps_scores() && self.site.machine.kind == DeviceKind::Gpu {
-            writeln!(f, "  attention   plain, which is slow; cuDNN's attention lacks the soft caps of this model")?;
+        let model = &self.recipe.model;
+        let lacking = || model.layers_with_scores().find_map(|layer| Attention::cudnn_lacks(&model.attention(1, 1, layer)));
+        match self.recipe.numerics.attention {
+            _ if self.site.machine.kind == DeviceKind::Cpu => {}
+            Attention::Plain if self.recipe.numerics.dtype != Dtype::Float32 => writeln!(f, "  attention   plain, which is slow")?,
+            Attention::Products => writeln!(f, "  attention   by products of blocks of queries")?,
+            Attention::CudnnOrProducts { .. } => {
+                writeln!(f, "  attention   by products in layers with {}, by cuDNN in all other layers", lacking().unwrap_or_default())?;
+            }
+            Attention::Plain | Attention::Cudnn { .. } => {}
         }
         if self.recipe.numerics.fp8 {
             let assumed = self.site.machine.rates.unknown_fp8().filter(|_| self.site.machine.kind == DeviceKind::Gpu);

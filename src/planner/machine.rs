@@ -95,6 +95,8 @@ impl Machine {
         let kernels = match (self.kind, attention) {
             (DeviceKind::Gpu, Attention::Plain) => AttentionKernels::Plain,
             (DeviceKind::Gpu, Attention::Cudnn { deterministic: true }) => AttentionKernels::Deterministic,
+            (DeviceKind::Gpu, Attention::Products) => AttentionKernels::Products,
+            (DeviceKind::Gpu, Attention::CudnnOrProducts { deterministic }) => AttentionKernels::CudnnOrProducts { deterministic },
             _ => AttentionKernels::AsMeasured,
         };
         Self { rates: Arc::new(self.rates.attending_by(kernels)), ..self }

@@ -25,6 +25,8 @@ pub(crate) mod site;
 pub(crate) mod techniques;
 
 #[cfg(test)]
+mod attention_tests;
+#[cfg(test)]
 mod loss_tile_tests;
 #[cfg(test)]
 mod small_card_tests;

@@ -18,7 +18,7 @@ use super::techniques::Techniques;
 use crate::bucket::layout::{BucketLayout, BucketStarts, LayoutRequest, Tier};
 use crate::device::cpu::SUM_BLOCK;
 use crate::device::footprint::MemoryClass;
-use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
+use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums, ScoreTile};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::memory_policy::MemoryPolicy;
@@ -317,18 +317,32 @@ fn weights(request: &Request, techniques: Techniques) -> Result<WeightsChoice> {
     }
 }
 
-/// The attention implementation. cuDNN supports neither float32 nor soft caps, and runs on GPUs only.
+/// The attention implementation. cuDNN and products compute on GPUs only, in 16-bit formats, on heads of whole vectors; cuDNN lacks soft caps
+/// and wide heads, which products have.
 fn attention(kernels: KernelChoices, shape: &ModelShape, dtype: Dtype, kind: DeviceKind) -> Result<Attention> {
-    let obstacle = if dtype == Dtype::Float32 {
-        Some("cuDNN has 16-bit formats only; use --dtype bfloat16 or --attention plain")
-    } else {
-        shape.caps_scores().then_some("cuDNN's graph has no soft caps on scores, which this model has; use --attention plain")
+    let (choice, deterministic) = (kernels.attention, kernels.deterministic);
+    if kind == DeviceKind::Cpu || choice == AttentionChoice::Plain {
+        return Ok(Attention::Plain);
+    }
+    let has_vectors = shape.layers_with_scores().all(|layer| shape.layers[layer].attn.head_dim.is_multiple_of(ScoreTile::GRAIN));
+    let obstacle = match (dtype, has_vectors) {
+        (Dtype::Float32, _) => Some("has 16-bit formats only; use --dtype bfloat16 or --attention plain"),
+        (_, false) => Some("has heads of multiples of 8 channels only, and this model has others; use --attention plain"),
+        (_, true) => None,
     };
-    match (kernels.attention, obstacle) {
-        _ if kind == DeviceKind::Cpu => Ok(Attention::Plain),
-        (AttentionChoice::Plain, _) | (AttentionChoice::Auto, Some(_)) => Ok(Attention::Plain),
-        (AttentionChoice::Cudnn, Some(obstacle)) => Err(Error::usage(format!("--attention cudnn: {obstacle}"))),
-        (AttentionChoice::Auto | AttentionChoice::Cudnn, None) => Ok(Attention::Cudnn { deterministic: kernels.deterministic }),
+    let lacking: Vec<_> = shape.layers_with_scores().map(|layer| Attention::cudnn_lacks(&shape.attention(1, 1, layer))).collect();
+    let lacks = lacking.iter().flatten().next();
+    match (choice, obstacle, lacks) {
+        (AttentionChoice::Auto, Some(_), _) => Ok(Attention::Plain),
+        (AttentionChoice::Products, Some(obstacle), _) => Err(Error::usage(format!("--attention products: it {obstacle}"))),
+        (_, Some(obstacle), _) => Err(Error::usage(format!("--attention cudnn: cuDNN {obstacle}"))),
+        (AttentionChoice::Products, None, _) => Ok(Attention::Products),
+        (AttentionChoice::Cudnn, None, Some(lacks)) => {
+            Err(Error::usage(format!("--attention cudnn: cuDNN has no {lacks}, which this model has; use --attention auto")))
+        }
+        (_, None, None) => Ok(Attention::Cudnn { deterministic }),
+        (_, None, Some(_)) if lacking.iter().all(Option::is_some) => Ok(Attention::Products),
+        (_, None, Some(_)) => Ok(Attention::CudnnOrProducts { deterministic }),
     }
 }
 

@@ -4,8 +4,8 @@
 
 use super::part::RunPart;
 use super::record::{
-    ATTENTION_BLOCK, CPU_SUM_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, HEAD_ROWS, LOGITS_DTYPE, LONG_SUMS, LOSS_TILE, MATMUL, MLP_TILE,
-    OBJECTIVE, PLAIN_MATMUL, Record, SEQUENCE_RANKS, STEP, TOKEN_LOGPS,
+    ATTENTION, ATTENTION_BLOCK, CPU_SUM_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, HEAD_ROWS, LOGITS_DTYPE, LONG_SUMS, LOSS_TILE, MATMUL,
+    MLP_TILE, OBJECTIVE, PLAIN_MATMUL, Record, SEQUENCE_RANKS, STEP, TOKEN_LOGPS,
 };
 use super::{Numerics, Recipe, RowOrder, Schedule, StepShape};
 use crate::data::checksum::hex;
@@ -124,12 +124,15 @@ fn of_numerics(numerics: &Numerics) -> Vec<RecipeField> {
         Attention::Plain => "plain",
         Attention::Cudnn { deterministic: true } => "cudnn",
         Attention::Cudnn { deterministic: false } => "cudnn, nondeterministic",
+        Attention::Products => "products",
+        Attention::CudnnOrProducts { deterministic: true } => "cudnn or products",
+        Attention::CudnnOrProducts { deterministic: false } => "cudnn or products, nondeterministic",
     };
     let matmul = if fp8 { fp8::RECIPE } else { PLAIN_MATMUL };
     let of_moments = Record { part: RunPart::Moments.name(), key: None, value: json!(moments), before: Some(json!(Moments::Float32)) };
     vec![
         RecipeField::new("loss tile", loss_tile.to_string()).numeric(LOSS_TILE, json!(loss_tile), None),
-        RecipeField::new("attention", format!("{attention:?}")).numeric("attention", json!(by), None),
+        RecipeField::new("attention", format!("{attention:?}")).numeric(ATTENTION, json!(by), None),
         RecipeField::new("products of experts", format!("{experts:?}")).numeric(
             EXPERT_PRODUCTS,
             json!(experts),

@@ -24,6 +24,8 @@ pub(crate) const LOGITS_DTYPE: &str = "logits_dtype";
 pub(crate) const OBJECTIVE: &str = "pair_loss";
 /// Key of the format in which a loss of completions with a reference computes log-probabilities.
 pub(crate) const TOKEN_LOGPS: &str = "token_logps";
+/// Key of the implementation of attention.
+pub(crate) const ATTENTION: &str = "attention";
 /// Key of the block of attention's backward pass; null if it runs in one piece.
 pub(crate) const ATTENTION_BLOCK: &str = "attention_block";
 /// Key of the tokens of a tile of the MLP; null if it runs in one piece.

@@ -152,10 +152,12 @@ pub enum Transport {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AttentionChoice {
-    /// cuDNN for 16-bit formats, the engine's own kernel for float32.
+    /// In 16-bit formats cuDNN, or products where it lacks the layer; in float32 the engine's own kernel.
     Auto,
     /// NVIDIA's fused kernels.
     Cudnn,
+    /// Products by cuBLASLt: 16-bit formats, any width, soft caps.
+    Products,
     /// The engine's own kernel.
     Plain,
 }

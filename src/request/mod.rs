@@ -101,6 +101,7 @@ impl SiteRequest {
         require(!self.all_gpus, "gpus", "all", "must be a number if CPUs are used instead of GPUs")?;
         require(self.memory == HostMemoryKind::Pinned, "memory", "unified", rule)?;
         require(kernels.attention != AttentionChoice::Cudnn, "attention", "cudnn", rule)?;
+        require(kernels.attention != AttentionChoice::Products, "attention", "products", rule)?;
         require(kernels.experts != ExpertProductsChoice::Cublaslt, "expert-products", "cublaslt", rule)?;
         require(self.hbm_limit.is_none(), "hbm-limit", self.hbm_limit.unwrap_or(Bytes(0)), rule)
     }

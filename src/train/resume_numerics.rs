@@ -13,8 +13,10 @@ use crate::error::{Error, Result};
 use crate::model::activations::LossTile;
 use crate::model::head_rows::HeadRows;
 use crate::recipe::part::RunPart;
-use crate::recipe::record::{EXPERT_PRODUCTS, GRADIENT_GROUP, HEAD_ROWS, LOGITS_DTYPE, LONG_SUMS, LOSS_TILE, SEQUENCE_RANKS, STEP};
-use crate::request::choices::{ExpertProductsChoice, HeadRowsChoice, LogitsDtypeChoice};
+use crate::recipe::record::{
+    ATTENTION, EXPERT_PRODUCTS, GRADIENT_GROUP, HEAD_ROWS, LOGITS_DTYPE, LONG_SUMS, LOSS_TILE, SEQUENCE_RANKS, STEP,
+};
+use crate::request::choices::{AttentionChoice, ExpertProductsChoice, HeadRowsChoice, LogitsDtypeChoice};
 use crate::units::counted;
 use serde::Deserialize;
 use serde_json::Value;
@@ -76,6 +78,10 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, on_gpu: bool, obser
             requested => logits_dtype(requested, recorded(loaded, LOGITS_DTYPE), settings.weight_dtype())
                 .map_err(|e| Error::format(loaded.manifest_path(), format_args!("{LOGITS_DTYPE}: {e}")))?,
         },
+        attention: match settings.attention {
+            AttentionChoice::Auto if !is_allowed && on_gpu => attention(recorded(loaded, ATTENTION)),
+            requested => requested,
+        },
         expert_products: match settings.expert_products {
             requested if is_allowed || !on_gpu => requested,
             requested => expert_products(requested, recorded(loaded, EXPERT_PRODUCTS))
@@ -86,6 +92,15 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, on_gpu: bool, obser
     kept.check_counts().map_err(|error| if has_given_steps(settings) { error } else { cannot_be_kept(settings, then, loaded) })?;
     log_changed_cut(&kept, then, observer);
     Ok(kept)
+}
+
+/// The attention of a checkpoint where `auto` may choose another one now: models with soft caps had plain kernels before there were products.
+fn attention(then: Option<&Value>) -> AttentionChoice {
+    match then.and_then(Value::as_str) {
+        Some("plain") => AttentionChoice::Plain,
+        Some("products") => AttentionChoice::Products,
+        _ => AttentionChoice::Auto,
+    }
 }
 
 /// Whether nothing of how steps are cut is the checkpoint's.
@@ -236,6 +251,14 @@ mod tests {
         assert_eq!(requested(auto, None).unwrap(), own, "a checkpoint of before");
         assert_eq!(requested(own, Some(json!(ExpertProducts::Cublaslt))).unwrap(), own, "which is compared, and refused, later");
         assert!(requested(auto, Some(json!("somebody"))).unwrap_err().to_string().contains("unknown variant `somebody`"));
+    }
+
+    #[test]
+    fn a_run_resumes_with_its_attention() {
+        let names = [Some(json!("plain")), Some(json!("products")), Some(json!("cudnn")), Some(json!("cudnn or products")), None];
+        let kept = names.map(|then| attention(then.as_ref()));
+        let auto = AttentionChoice::Auto;
+        assert_eq!(kept, [AttentionChoice::Plain, AttentionChoice::Products, auto, auto, auto]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 """Writes the golden values of tests/parity.rs: tiny random models of every family, trained for ten steps by PyTorch.
 
-Made with torch 2.15.0, transformers 5.23.0 (ministral3, glm4_moe, dots1, qwen2_moe, qwen3_weighted, qwen3_5, qwen3_5_moe, qwen3_next, frozen ones, tokens ones: 5.24.0), peft 0.21.2 (tokens ones) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
+Made with torch 2.15.0, transformers 5.23.0 (ministral3, gemma4, glm4_moe, dots1, qwen2_moe, qwen3_weighted, qwen3_5, qwen3_5_moe, qwen3_next, frozen ones, tokens ones: 5.24.0), peft 0.21.2 (tokens ones) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
 
     python generate.py [FAMILY...]
 
@@ -128,6 +128,15 @@ FAMILIES = {
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         rope_parameters=dict(full_attention=dict(rope_type="linear", rope_theta=1000.0, factor=8.0), sliding_attention=plain_rope(100.0)),
     ),
+    # Full attention has wider heads, fewer key heads, and keys that are values. Two of eight pairs of its channels rotate.
+    "gemma4": transformers.Gemma4TextConfig(
+        **(SIZES | dict(num_hidden_layers=3)), **COMMON, num_key_value_heads=2, head_dim=8, global_head_dim=16, num_global_key_value_heads=1,
+        attention_k_eq_v=True, sliding_window=5, layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, final_logit_softcapping=3.0,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="proportional", rope_theta=1000.0, partial_rotary_factor=0.25), sliding_attention=plain_rope(100.0)
+        ),
+    ),
     # The first of three layers has no experts.
     "qwen3_moe": transformers.Qwen3MoeConfig(
         **dict(SIZES, num_hidden_layers=3), **COMMON, num_key_value_heads=2, head_dim=16, moe_intermediate_size=12, num_experts=8,
@@ -241,6 +250,8 @@ def randomize(model, generator):
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1.0 + 0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def decay_groups(model):

@@ -24,7 +24,13 @@ use superoffload::internals::dtype::Dtype;
 const FP32: Dtype = Dtype::Float32;
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
-    let full = [shape(2, 1024, (32, 8), 128, None), shape(1, 1024, (12, 12), 64, None), shape(1, 1024, (16, 8), 128, Some(300))];
+    let full = [
+        shape(2, 1024, (32, 8), 128, None),
+        shape(1, 1024, (12, 12), 64, None),
+        shape(1, 1024, (16, 8), 128, Some(300)),
+        shape(1, 1300, (8, 2), 512, None),
+        AttentionShape { softcap: Some(50.0), ..shape(4, 700, (8, 2), 256, Some(300)) },
+    ];
     for dtype in FLOATS {
         let full = if suite.full(dtype) { &full[..] } else { &[] };
         for &shape in shapes().iter().chain(full) {
@@ -70,7 +76,7 @@ fn full_blocks() -> [(AttentionShape, usize); 2] {
 }
 
 /// Every ratio of heads, sequences around the sizes of tiles, odd head dimensions, shapes of real models, windows.
-fn shapes() -> [AttentionShape; 15] {
+fn shapes() -> [AttentionShape; 17] {
     [
         shape(1, 1, (1, 1), 1, None),
         shape(2, 5, (2, 1), 4, None),
@@ -87,6 +93,8 @@ fn shapes() -> [AttentionShape; 15] {
         shape(1, 257, (2, 1), 128, Some(128)),
         AttentionShape { softcap: Some(2.0), ..shape(2, 70, (4, 2), 64, Some(20)) },
         AttentionShape { softcap: Some(50.0), ..shape(1, 67, (2, 1), 7, None) },
+        shape(1, 65, (4, 2), 512, None),
+        AttentionShape { softcap: Some(30.0), ..shape(3, 70, (2, 1), 512, Some(40)) },
     ]
 }
 
@@ -94,9 +102,9 @@ fn shape(batch: usize, seq_length: usize, (heads, kv_heads): (usize, usize), hea
     AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt(), window, softcap: None }
 }
 
-/// cuDNN supports narrow formats and heads of whole 16-byte vectors.
+/// cuDNN and products support narrow formats and heads of whole 16-byte vectors.
 fn may_be_unsupported(dtype: Dtype, shape: &AttentionShape) -> bool {
-    dtype == FP32 || !shape.head_dim.is_multiple_of(8) || shape.softcap.is_some()
+    dtype == FP32 || !shape.head_dim.is_multiple_of(8)
 }
 
 /// The first token of each token's document in its row: always 0, or `several` documents per row, from one token to a few tiles long.
@@ -211,7 +219,13 @@ struct Forward {
 }
 
 /// One head of one sequence: its output `[seq_length, head_dim]` and log-sum-exp.
-fn forward_head(shape: &AttentionShape, dtype: Dtype, qkv: &[f64], starts: &[i32], sequence: usize, query_head: usize) -> Forward {
+fn forward_head(
+    (shape, by_products): (&AttentionShape, bool),
+    dtype: Dtype,
+    (qkv, starts): (&[f64], &[i32]),
+    sequence: usize,
+    query_head: usize,
+) -> Forward {
     let (key, value) = key_head(shape, query_head);
     let (q, k, v) = (head(shape, qkv, query_head), head(shape, qkv, key), head(shape, qkv, value));
     let first = sequence * shape.seq_length;
@@ -233,15 +247,17 @@ fn forward_head(shape: &AttentionShape, dtype: Dtype, qkv: &[f64], starts: &[i32
             sums.iter_mut().zip(v.row(key)).for_each(|(sum, &v)| sum.add(p, v));
         }
         result.lse.push(Near { want: lse, error: lse_error });
-        // Operands are scaled so that the largest probability is 1.
-        result.out.extend(sums.iter().map(|sum| sum.near(dtype, keys.len(), (max - lse).exp())));
+        // Operands of fused kernels are scaled so that the largest probability is 1; those of products are the probabilities.
+        let largest = if by_products { 1.0 } else { (max - lse).exp() };
+        result.out.extend(sums.iter().map(|sum| sum.near(dtype, keys.len(), largest)));
     }
     result
 }
 
 /// All heads: output `[T, heads * head_dim]` and log-sum-exp `[batch, heads, seq_length]`.
-fn exact_forward(shape: &AttentionShape, dtype: Dtype, qkv: &[f64], starts: &[i32]) -> Forward {
-    let heads = parallel(shape.batch * shape.heads, |i| forward_head(shape, dtype, qkv, starts, i / shape.heads, i % shape.heads));
+fn exact_forward((shape, by_products): (&AttentionShape, bool), dtype: Dtype, qkv: &[f64], starts: &[i32]) -> Forward {
+    let of = |i: usize| forward_head((shape, by_products), dtype, (qkv, starts), i / shape.heads, i % shape.heads);
+    let heads = parallel(shape.batch * shape.heads, of);
     let mut out = vec![Near::exact(0.0); shape.tokens() * shape.out_cols()];
     for (i, result) in heads.iter().enumerate() {
         let (sequence, query_head) = (i / shape.heads, i % shape.heads);
@@ -257,7 +273,7 @@ fn forward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Attentio
     // Large enough that the softmax is far from uniform.
     let qkv = random.scaled(dtype, shape.tokens() * shape.qkv_cols(), 3.0);
     let starts = documents(random, &shape, several);
-    let Forward { out, lse } = exact_forward(&shape, dtype, &wide(&qkv), &starts);
+    let Forward { out, lse } = exact_forward((&shape, (bench.by_products)(&shape)), dtype, &wide(&qkv), &starts);
     let mut case = Case::default();
     case.optional(may_be_unsupported(dtype, &shape));
     case.aligned();
@@ -499,7 +515,7 @@ fn backward(
     let qkv = random.scaled(dtype, shape.tokens() * shape.qkv_cols(), 3.0);
     let dout = random.uniform(dtype, shape.tokens() * shape.out_cols());
     let starts = documents(random, &shape, several);
-    let forward = exact_forward(&shape, dtype, &wide(&qkv), &starts);
+    let forward = exact_forward((&shape, false), dtype, &wide(&qkv), &starts);
     let out: Vec<f32> = forward.out.iter().map(|near| round(dtype, near.want as f32)).collect();
     let lse: Vec<f32> = forward.lse.iter().map(|near| near.want as f32).collect();
     let (wide_dout, wide_qkv, wide_out, wide_lse) = (wide(&dout), wide(&qkv), wide(&out), wide(&lse));

@@ -21,7 +21,8 @@ const fn shape(batch: usize, seq_length: usize, (heads, kv_heads): (usize, usize
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     for dtype in [Dtype::Float16, Dtype::Bfloat16] {
         let full = if suite.full(dtype) { &FULL[..] } else { &[] };
-        for shape in [shape(2, 70, (8, 2))].iter().chain(full) {
+        let small = [shape(2, 70, (8, 2)), AttentionShape { head_dim: 512, ..shape(3, 40, (8, 2)) }];
+        for shape in small.iter().chain(full) {
             let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, .. } = shape;
             let of = format!("{dtype} {batch}x{seq_length} tokens, ({heads}+2x{kv_heads})x{head_dim}");
             suite.case(&format!("attention of a head alone {of}"), |bench, random| last_head(bench, random, dtype, shape));

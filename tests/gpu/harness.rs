@@ -8,7 +8,7 @@ use super::formats::{decode, encode, same};
 use super::report::{Missed, Outcome};
 use std::borrow::Cow;
 use std::ops::{Index, Range};
-use superoffload::internals::device::{DeviceSlice, EventId, Kernels, Stream};
+use superoffload::internals::device::{AttentionShape, DeviceSlice, EventId, Kernels, Stream};
 use superoffload::internals::dtype::Dtype;
 use superoffload::internals::host::{HostMemory, PinnedSlice};
 use superoffload::{Error, Result};
@@ -111,6 +111,8 @@ pub struct Bench {
     pub full: bool,
     /// Whether cuBLASLt computes expert products.
     pub by_cublaslt: bool,
+    /// Whether attention of a shape is computed by products.
+    pub by_products: fn(&AttentionShape) -> bool,
 }
 
 /// A call with its inputs and expected results.

@@ -18,6 +18,7 @@ mod kernels;
 mod key_gradients;
 mod matmul;
 mod mxfp4;
+mod normed_values;
 mod norms;
 mod optimizer;
 mod peers;

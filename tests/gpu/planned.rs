@@ -6,7 +6,7 @@ use superoffload::internals::engine::Engine;
 use superoffload::internals::model::ActivationPlan;
 
 /// Names of device allocations, and the classes that count them. Activations have the names of their own plan.
-const ON_DEVICE: [(&str, &str); 27] = [
+const ON_DEVICE: [(&str, &str); 28] = [
     ("weights", "weights"),
     ("gradients", "gradients"),
     ("frozen weights", "frozen weights"),
@@ -31,6 +31,7 @@ const ON_DEVICE: [(&str, &str); 27] = [
     ("norm partials", "norm partials"),
     ("non-finite flag", "norm partials"),
     ("kernels' scratch", "kernel scratch"),
+    ("scores of attention", "scores of attention"),
     ("packed documents", "packed documents"),
     ("documents", "packed documents"),
     ("matrix workspace", "matrix workspace"),

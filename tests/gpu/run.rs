@@ -15,7 +15,7 @@ use super::training::{self, Subject};
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
-use superoffload::internals::device::{CpuDevice, DeviceKind, ExpertProducts, FirstWay, Kernels, StreamOrder};
+use superoffload::internals::device::{AttentionShape, CpuDevice, DeviceKind, ExpertProducts, FirstWay, Kernels, StreamOrder};
 #[cfg(feature = "cuda")]
 use superoffload::internals::device::{Matmul, MatmulLayout, MatmulShape, Stream};
 #[cfg(feature = "cuda")]
@@ -102,7 +102,28 @@ enum Tested {
 #[derive(Clone, Copy, Debug, PartialEq, clap::ValueEnum)]
 enum GpuAttention {
     Cudnn,
+    Products,
     Plain,
+}
+
+impl GpuAttention {
+    /// Whether a GPU computes attention of a shape by products: all, or those that cuDNN lacks.
+    fn by_products(self) -> fn(&AttentionShape) -> bool {
+        match self {
+            Self::Cudnn => |shape| shape.softcap.is_some() || shape.head_dim > 256,
+            Self::Products => |_| true,
+            Self::Plain => |_| false,
+        }
+    }
+
+    /// The setting of training; `None` where training chooses it by itself.
+    fn setting(self) -> Option<&'static str> {
+        match self {
+            Self::Cudnn => None,
+            Self::Products => Some("products"),
+            Self::Plain => Some("plain"),
+        }
+    }
 }
 
 impl Request {
@@ -130,9 +151,9 @@ impl Request {
     /// # Errors
     /// `Usage` if the settings are invalid, which is checked without a GPU, too.
     fn output(&self) -> Result<String> {
-        let plain = (self.attention == GpuAttention::Plain).then(|| "attention = \"plain\"\n".into());
+        let attention = self.attention.setting().map(|name| format!("attention = {name:?}\n"));
         let libraries = self.cuda_libraries.as_ref().map(|dir| format!("cuda-libraries = {:?}\n", dir.display().to_string()));
-        let output: String = ["device = \"cuda\"\n".into()].into_iter().chain(plain).chain(libraries).collect();
+        let output: String = ["device = \"cuda\"\n".into()].into_iter().chain(attention).chain(libraries).collect();
         TrainOptions::from_toml(&output)?;
         Ok(output)
     }
@@ -194,8 +215,11 @@ fn cuda<W: Write>(report: &mut Report<W>, request: &Request, settings: &str) -> 
         cuda::{CudaDevice, CudaOptions, free_bytes, probe, visible_gpus},
     };
     use superoffload::internals::memory::DeviceMemory;
-    let is_plain = request.attention == GpuAttention::Plain;
-    let attention = if is_plain { Attention::Plain } else { Attention::Cudnn { deterministic: true } };
+    let attention = match request.attention {
+        GpuAttention::Cudnn => Attention::CudnnOrProducts { deterministic: true },
+        GpuAttention::Products => Attention::Products,
+        GpuAttention::Plain => Attention::Plain,
+    };
     let device = DeviceMemory::Own { bytes: free_bytes(0)?, addressing: probe(0)? };
     let machine = Machine { kind: DeviceKind::Gpu, device, grouped_layouts: request.grouped_layouts(), ..Machine::cpu(4) };
     let subject = Subject {
@@ -323,7 +347,8 @@ fn conform<D: Kernels, W: Write>(
     let threads = if full { std::thread::available_parallelism().map_or(2, |cpus| cpus.get()) } else { 2 };
     let reference = Harness::new(cpu_device(threads, StreamOrder::Threads)?, bytes)?;
     let own = Harness::new(open(ExpertProducts::Own, FirstWay::Whole)?, bytes)?;
-    let mut bench = Bench { subject: own, reference, same_bits: subject.same_bits, full, by_cublaslt: false };
+    let by_products = if subject.machine.kind == DeviceKind::Gpu { request.attention.by_products() } else { |_: &_| false };
+    let mut bench = Bench { subject: own, reference, same_bits: subject.same_bits, full, by_cublaslt: false, by_products };
     let kernels = if request.portable && subject.machine.kind == DeviceKind::Gpu { ", portable kernels" } else { "" };
     report.begin(&format!("{}: {}{kernels}", bench.subject.dev.describe(), subject.settings.trim_end().replace('\n', ", ")));
     kernels::run(&mut Suite { bench: &mut bench, report, seed: request.seed, lost: false });

@@ -200,7 +200,7 @@ class Settings(TypedDict, total=False):
     """Host memory of offloaded states; unified needs a GPU [default: pinned]."""
     huge_pages: Literal["auto", "explicit", "off"]
     """Page sizes of host memory [default: auto]."""
-    attention: Literal["auto", "cudnn", "plain"]
+    attention: Literal["auto", "cudnn", "products", "plain"]
     """Implementation of attention on a GPU [default: auto]."""
     expert_products: Literal["auto", "own", "cublaslt"]
     """Implementation of expert matrix products on a GPU [default: auto]."""

@@ -9,7 +9,7 @@ use crate::device::kernels::launches;
 use crate::device::{Checked, Kernel, Stream};
 use crate::error::Result;
 
-launches!(CpuDevice, run_arithmetic: AttentionForward, AttentionBackward, Matmul, ScaledMatmul);
+launches!(CpuDevice, run_arithmetic: AttentionForward, AttentionBackward, Matmul, ScaledMatmul, BatchedMatmul);
 
 impl CpuDevice {
     /// Enqueues a kernel in its float format.
@@ -44,7 +44,7 @@ impl CpuDevice {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::device::cpu::StreamOrder;
     use crate::device::cpu::task_memory::{view, view_mut};
@@ -57,7 +57,7 @@ mod tests {
     use std::sync::Arc;
 
     /// A device whose memory can be read once all streams are done.
-    struct Harness(CpuDevice);
+    pub(in crate::device::cpu) struct Harness(pub(in crate::device::cpu) CpuDevice);
 
     impl Harness {
         fn new() -> Self {
@@ -65,11 +65,15 @@ mod tests {
         }
 
         fn with_schedule(schedule: StreamOrder) -> Self {
-            // SAFETY: each test waits for the operations that it enqueued, and drops no memory of a pending copy.
-            Self(unsafe { CpuDevice::new(2, schedule, Arc::default(), 0) }.unwrap())
+            Self::with_threads(2, schedule)
         }
 
-        fn with<T: bytemuck::Pod>(&mut self, dtype: Dtype, values: &[T]) -> DeviceSlice {
+        pub(in crate::device::cpu) fn with_threads(threads: usize, schedule: StreamOrder) -> Self {
+            // SAFETY: each test waits for the operations that it enqueued, and drops no memory of a pending copy.
+            Self(unsafe { CpuDevice::new(threads, schedule, Arc::default(), 0) }.unwrap())
+        }
+
+        pub(in crate::device::cpu) fn with<T: bytemuck::Pod>(&mut self, dtype: Dtype, values: &[T]) -> DeviceSlice {
             let slice = self.0.alloc("test", values.len(), dtype).unwrap();
             // SAFETY: no task uses this memory yet.
             unsafe { view_mut::<T>(slice) }.copy_from_slice(values);
@@ -80,7 +84,7 @@ mod tests {
             self.with(Dtype::Float32, values)
         }
 
-        fn read<T: bytemuck::Pod>(&mut self, slice: DeviceSlice) -> Vec<T> {
+        pub(in crate::device::cpu) fn read<T: bytemuck::Pod>(&mut self, slice: DeviceSlice) -> Vec<T> {
             for stream in Stream::ALL {
                 let event = self.0.event().unwrap();
                 self.0.record(event, stream).unwrap();

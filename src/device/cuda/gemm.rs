@@ -175,6 +175,25 @@ impl Gemm {
         self.enqueuing(answer.found().ok_or_else(|| none(call.shape, call.formats))?, call, addresses)
     }
 
+    /// Returns a closure that enqueues a call of several products.
+    ///
+    /// # Errors
+    /// The errors of [`Gemm::call`].
+    pub(super) fn batch(
+        &mut self,
+        call: LibraryProduct,
+        addresses: CallAddresses,
+    ) -> Result<impl FnOnce(&RawStream) -> Result<()> + use<>> {
+        let typical = call.standing_for_batch();
+        let mut planner = ProductPlanner { gemm: self, pointers: addresses.pointers };
+        if !planner.gemm.answers.contains_key(&(call, Reductions::None))
+            && let Some(plan) = planner.plan(&typical, Reductions::None)?.found()
+        {
+            planner.plan_as(&call, &plan)?;
+        }
+        self.call(call, addresses)
+    }
+
     fn enqueuing(
         &self,
         plan: MatmulPlan,
@@ -274,6 +293,18 @@ impl PlanProducts for ProductPlanner<'_> {
     }
 }
 
+impl ProductPlanner<'_> {
+    /// Gives `call` the algorithm of `plan`, if the library accepts it there.
+    fn plan_as(&mut self, call: &LibraryProduct, plan: &MatmulPlan) -> Result<()> {
+        let (lt, mut parts) = (self.gemm.lt, Parts::new(self.gemm.lt));
+        describe(&lt, &mut parts, call, self.pointers.of_call(call))?;
+        if let Some(plan) = parts.plan_as(self.gemm.handle, plan) {
+            self.gemm.answers.insert((*call, Reductions::None), Answer::Found(plan));
+        }
+        Ok(())
+    }
+}
+
 fn operation(shape: MatmulShape, formats: Formats) -> String {
     format!("choose an algorithm for a matrix product, {shape:?} on {}", formats.a)
 }
@@ -286,7 +317,8 @@ fn none(shape: MatmulShape, formats: Formats) -> Error {
 /// Matrices of cuBLASLt are column-major, so a row-major matrix is passed as its transpose. The product becomes `c^T = op(b)^T op(a)^T`:
 /// the first factor is `b`, and `c^T` has n rows.
 fn describe(lt: &CublasLt, parts: &mut Parts, call: &LibraryProduct, pointers: Pointers) -> Result<()> {
-    let &LibraryProduct { shape: MatmulShape { layout, m, n, k }, pitches: [a_pitch, b_pitch], formats, alignments, bias, batch } = call;
+    let &LibraryProduct { shape: MatmulShape { layout, m, n, k }, pitches: [a_pitch, b_pitch, c_pitch], formats, alignments, bias, batch } =
+        call;
     let (b, transpose_b) = match layout {
         MatmulLayout::Nt => ([k, n], true),
         MatmulLayout::Nn | MatmulLayout::Tn => ([n, k], false),
@@ -295,7 +327,7 @@ fn describe(lt: &CublasLt, parts: &mut Parts, call: &LibraryProduct, pointers: P
         MatmulLayout::Tn => ([m, k], true),
         MatmulLayout::Nt | MatmulLayout::Nn => ([k, m], false),
     };
-    let matrices = [(b, b_pitch, formats.b), (a, a_pitch, formats.a), ([n, m], n, formats.c)];
+    let matrices = [(b, b_pitch, formats.b), (a, a_pitch, formats.a), ([n, m], c_pitch, formats.c)];
     for (out, ([rows, columns], pitch, format)) in parts.layouts.iter_mut().zip(matrices) {
         // SAFETY: writes one handle.
         let status = unsafe { (lt.layout_create)(out, data_type(format)?, rows as u64, columns as u64, pitch as i64) };

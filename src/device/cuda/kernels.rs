@@ -17,12 +17,14 @@ mod key_gradients;
 mod launch_tests;
 mod mxfp4;
 mod norm;
+mod normed_values;
 mod packed;
 mod pointwise;
 mod product;
 mod quantize;
 mod rope;
 mod route;
+mod scores;
 mod short_conv;
 mod sinks;
 mod teacher;
@@ -38,9 +40,9 @@ pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
     transfer::SOURCES.iter().chain(transformer)
 }
 
-/// PTX files for documents, mixtures of experts, delta rules, blocks of queries, products in parts, FP8, MXFP4, sinks and teachers. They take megabytes and
+/// PTX files for documents, mixtures of experts, delta rules, blocks of queries, products in parts, attention by products, normed values, FP8, MXFP4, sinks and teachers. They take megabytes and
 /// are loaded on first use.
-pub(super) static LATER: [&PtxSource; 15] = [
+pub(super) static LATER: [&PtxSource; 17] = [
     &delta::SOURCE,
     &documents::SOURCE,
     &experts::SOURCE,
@@ -50,9 +52,11 @@ pub(super) static LATER: [&PtxSource; 15] = [
     &grouped::TABLES_SOURCE,
     &key_gradients::SOURCE,
     &mxfp4::SOURCE,
+    &normed_values::SOURCE,
     &product::SOURCE,
     &quantize::SOURCE,
     &route::SOURCE,
+    &scores::SOURCE,
     &short_conv::SOURCE,
     &sinks::SOURCE,
     &teacher::SOURCE,

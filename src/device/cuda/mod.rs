@@ -29,8 +29,8 @@ use super::documents::DocumentTable;
 use super::footprint::gpu;
 use super::slice::Allocated;
 use super::{
-    Attention, AttentionShape, DeltaShape, Device, DeviceLibraries, DeviceSlice, Engines, EventId, ExpertProducts, FirstWay, LongSums,
-    MatmulShape, ProductAlgorithm, ProductRequest, Stream,
+    Attention, AttentionShape, AttentionWay, DeltaShape, Device, DeviceLibraries, DeviceSlice, Engines, EventId, ExpertProducts, FirstWay,
+    LongSums, MatmulShape, ProductAlgorithm, ProductRequest, Stream,
 };
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -77,6 +77,9 @@ pub struct CudaOptions {
 pub struct CudaDevice {
     // Fields are dropped in this order: libraries before the streams that they use, shared memory after the streams, the context last.
     sdpa: Option<Sdpa>,
+    attention: Attention,
+    /// Workspace of attention by products.
+    scores: DeviceSlice,
     packed: Packed,
     gemm: Gemm,
     graphs: Vec<GraphExec>,
@@ -202,16 +205,19 @@ impl CudaDevice {
         let (least, most) = priorities()?;
         let open = |stream: Stream| RawStream::new(if stream.is_urgent() { most } else { least });
         let streams = Stream::ALL.into_iter().map(open).collect::<Result<Vec<_>>>()?;
-        let sdpa = match options.engines.attention {
-            Attention::Cudnn { deterministic } => {
+        let attention = options.engines.attention;
+        let sdpa = match attention.cudnn() {
+            Some(deterministic) => {
                 let on = (streams[Stream::Compute as usize].0, generation(gpu.as_raw())?);
                 Some(Sdpa::new(&libraries, on, deterministic)?)
             }
-            Attention::Plain => None,
+            None => None,
         };
         let timeline = Timeline::new(&streams, options.trace_spans)?;
         let mut dev = Self {
             sdpa,
+            attention,
+            scores: DeviceSlice::at(0, 0, Dtype::Float32),
             packed: Packed::new(),
             gemm,
             graphs: Vec::new(),
@@ -347,8 +353,9 @@ impl DeviceLibraries for CudaDevice {
 
 impl Device for CudaDevice {
     fn describe(&self) -> String {
-        let cudnn = self.sdpa.as_ref().map_or("plain attention".into(), |sdpa| format!("cuDNN {}", sdpa.version()));
-        format!("{} (cuBLASLt {}, {cudnn})", self.name, self.gemm.version())
+        let own = if self.attention == Attention::Plain { "plain attention" } else { "attention by products" };
+        let attention = self.sdpa.as_ref().map_or(own.into(), |sdpa| format!("cuDNN {}", sdpa.version()));
+        format!("{} (cuBLASLt {}, {attention})", self.name, self.gemm.version())
     }
 
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
@@ -431,13 +438,15 @@ impl Device for CudaDevice {
     }
 
     fn prepare_attention(&mut self, shape: AttentionShape, dtype: Dtype, separates_documents: bool) -> Result<()> {
-        match &mut self.sdpa {
-            Some(_) if separates_documents => self.prepare_documents(&shape, dtype),
-            Some(sdpa) => {
+        match (self.attention.way(&shape), &mut self.sdpa) {
+            (AttentionWay::Plain, _) => Ok(()),
+            _ if separates_documents => self.prepare_documents(&shape, dtype),
+            (AttentionWay::Products, _) => self.reserve_scores(&[(shape, None)], dtype).map(drop),
+            (AttentionWay::Fused, Some(sdpa)) => {
                 let block = sdpa.block(&shape);
                 sdpa.prepare(&[(shape, block)], dtype)
             }
-            None => Ok(()),
+            (AttentionWay::Fused, None) => Ok(()),
         }
     }
 
@@ -457,7 +466,7 @@ impl Device for CudaDevice {
     }
 
     fn set_documents(&mut self, starts: &[i32], seq_length: usize) -> Result<()> {
-        if self.sdpa.is_none() { Ok(()) } else { self.send_documents(DocumentTable::new(starts, seq_length)) }
+        if self.attention == Attention::Plain { Ok(()) } else { self.send_documents(DocumentTable::new(starts, seq_length)) }
     }
 
     fn event(&mut self) -> Result<EventId> {

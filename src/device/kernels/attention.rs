@@ -1,9 +1,10 @@
 //! Causal attention.
 
+use crate::device::Attention;
 use crate::device::kernel::{Kernel, Operand, operands, refused};
 use crate::device::slice::DeviceSlice;
 use crate::error::Result;
-use crate::hardware::rates::Rates;
+use crate::hardware::rates::{AttentionKernels, Rates};
 use std::ops::Range;
 
 /// Ratio of the FLOPs of backward and forward pass, as used for the measured rate.
@@ -32,6 +33,12 @@ pub struct AttentionShape {
     /// Soft cap: scaled scores `s` become `cap * tanh(s / cap)`.
     pub softcap: Option<f32>,
 }
+
+/// Queries of a block of attention by products.
+pub(crate) const PRODUCT_BLOCK: usize = 512;
+/// Bytes that the softmax of attention by products reads and writes for a score, forward and backward, in a 16-bit format: raw scores and gradients
+/// of probabilities in fp32, probabilities and gradients of scores in that format.
+const SCORE_BYTES: [f64; 2] = [4.0 + 2.0, 2.0 * (4.0 + 2.0)];
 
 /// Tokens of a sequence up to which cuDNN's backward pass is not divided into blocks, whatever the number of heads.
 const WHOLE_BACKWARD: usize = 8192;
@@ -68,11 +75,17 @@ impl AttentionShape {
     /// range of keys if there is a window that hides keys.
     #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn key_blocks(&self, queries: &Range<usize>, block: usize) -> Vec<Range<usize>> {
-        if let Some(window) = self.hiding_window() {
-            let first = (queries.start + 1).saturating_sub(window) / KEY_GRAIN * KEY_GRAIN;
-            return vec![first..queries.end; 1];
+        if self.hiding_window().is_some() {
+            return vec![self.keys_behind_window(queries); 1];
         }
         self.query_blocks(block).take_while(|keys| keys.start <= queries.start).collect()
+    }
+
+    /// All keys that some of `queries` see. Behind a window they begin at a multiple of [`KEY_GRAIN`].
+    #[cfg(any(test, feature = "cuda"))]
+    pub(crate) fn keys_behind_window(&self, queries: &Range<usize>) -> Range<usize> {
+        let first = self.hiding_window().map_or(0, |window| (queries.start + 1).saturating_sub(window) / KEY_GRAIN * KEY_GRAIN);
+        first..queries.end
     }
 
     /// Maximum keys of one of [`Self::key_blocks`].
@@ -110,8 +123,34 @@ impl AttentionShape {
         self.hiding_window().map_or(seen_of_all, |window| seen_of_all.min((WHOLE_BACKWARD / 2 + window) as f64))
     }
 
+    /// Seconds of both passes by products, if the machine computes this shape so.
+    fn seconds_by_products(&self, rates: &Rates) -> Option<[f64; 2]> {
+        let by_products = match rates.attention_kernels() {
+            AttentionKernels::Products => true,
+            AttentionKernels::CudnnOrProducts { .. } => Attention::cudnn_lacks(self).is_some(),
+            AttentionKernels::AsMeasured | AttentionKernels::Deterministic | AttentionKernels::Plain => false,
+        };
+        let flops_per_s = rates.matmul_flops(self.head_dim.min(self.seq_length));
+        let seconds = |[flops, bytes]: [f64; 2]| flops / flops_per_s + bytes / rates.device_bytes_per_s;
+        by_products.then(|| self.costs_of_products().map(seconds))
+    }
+
+    /// FLOPs of the products of a forward pass and of a backward pass, and the bytes of the passes over scores between them.
+    fn costs_of_products(&self) -> [[f64; 2]; 2] {
+        let block = self.seq_length.min(PRODUCT_BLOCK);
+        // Mean keys of a block: half of all, and the keys of the block itself; or those of a window.
+        let before = self.hiding_window().map_or(f64::INFINITY, |window| window as f64);
+        let keys = ((self.seq_length - block) as f64 / 2.0).min(before) + block as f64;
+        let scores = (self.tokens() * self.heads) as f64 * keys;
+        let product = 2.0 * scores * self.head_dim as f64;
+        [[2.0 * product, scores * SCORE_BYTES[0]], [5.0 * product, scores * SCORE_BYTES[1]]]
+    }
+
     /// FLOP/s of the forward pass.
     fn forward_flops_per_s(&self, rates: &Rates) -> f64 {
+        if let Some([forward_s, _]) = self.seconds_by_products(rates) {
+            return self.flops() / forward_s;
+        }
         rates.attention_forward_flops * rates.attention_share(self.head_dim)
     }
 
@@ -133,7 +172,7 @@ impl AttentionShape {
 /// Causal attention.
 ///
 /// # Errors
-/// `Unsupported` for soft caps when cuDNN computes attention, which does not support them.
+/// `Unsupported` for soft caps and for heads of more than 256 channels when cuDNN computes attention.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionForward {
     /// `[T, (heads + 2 kv_heads) * head_dim]`
@@ -218,6 +257,9 @@ impl Kernel for AttentionBackward {
     }
 
     fn flops_per_s(&self, rates: &Rates) -> f64 {
+        if let Some([_, backward_s]) = self.shape.seconds_by_products(rates) {
+            return self.flops() / backward_s;
+        }
         let visits_hidden = self.block.is_none() && rates.backward_visits_hidden_keys();
         let useful = if visits_hidden { self.shape.mean_keys() / self.shape.mean_visited_keys() } else { 1.0 };
         rates.attention_backward_flops * rates.attention_share(self.shape.head_dim) * useful

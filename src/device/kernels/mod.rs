@@ -10,11 +10,13 @@ pub(super) mod grouped;
 pub(super) mod key_gradients;
 pub(super) mod mxfp4;
 pub(super) mod norm;
+pub(super) mod normed_values;
 pub(super) mod pointwise;
 pub(super) mod product;
 pub(super) mod quantize;
 pub(super) mod rope;
 pub(super) mod route;
+pub(super) mod scores;
 pub(super) mod short_conv;
 pub(super) mod sinks;
 pub(super) mod teacher;
@@ -22,7 +24,8 @@ pub(super) mod transfer;
 
 pub use self::{
     attention::*, cross_entropy::*, delta::*, embed::*, experts::*, gated_norm::*, grouped::*, key_gradients::*, mxfp4::*, norm::*,
-    pointwise::*, product::*, quantize::*, rope::*, route::*, short_conv::*, sinks::*, teacher::*, transfer::*,
+    normed_values::*, pointwise::*, product::*, quantize::*, rope::*, route::*, scores::*, short_conv::*, sinks::*, teacher::*,
+    transfer::*,
 };
 use super::Device;
 use super::kernel::{Checked, Kernel};
@@ -69,7 +72,9 @@ macro_rules! launches {
                 BiasBackward,
                 AbsMaxScale, Quantize,
                 QkNorm, QkNormBackward, Rope,
+                QkvNorm, QkvNormBackward, ScaleBy,
                 RouterLogits, Route, Segments, Dispatch, Combine, RouterBackward, RouterBalance,
+                MaskedSoftmax, SoftmaxBackward, RoundSums,
                 ShortConv, ShortConvBackward,
                 Sinks, SinksBackward,
                 TeacherStats, TeacherLosses, TeacherGrad,
@@ -121,11 +126,13 @@ sum! {
         key_gradients::{AddKeyGradients},
         mxfp4::{ExpandMxfp4},
         norm::{RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward},
+        normed_values::{QkvNorm, QkvNormBackward, ScaleBy},
         pointwise::{Swiglu, SwigluBackward, Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, SigmoidGate, SigmoidGateBackward},
         product::{Matmul, ScaledMatmul, BiasBackward},
         quantize::{AbsMaxScale, Quantize},
         rope::{QkNorm, QkNormBackward, Rope},
         route::{RouterLogits, Route, Segments, Dispatch, Combine, RouterBackward, RouterBalance},
+        scores::{BatchedMatmul, MaskedSoftmax, SoftmaxBackward, RoundSums},
         short_conv::{ShortConv, ShortConvBackward},
         sinks::{Sinks, SinksBackward},
         teacher::{TeacherStats, TeacherLosses, TeacherGrad},

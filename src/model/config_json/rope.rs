@@ -10,7 +10,8 @@ const ORIGINAL: &str = "original_max_position_embeddings";
 
 /// Sizes shared by all rotations of a model.
 pub(super) struct RotatedHeads {
-    pub(super) head_dim: usize,
+    /// Channels of a head in layers with full attention, and in layers with a sliding window.
+    pub(super) head_dims: [usize; 2],
     pub(super) max_positions: usize,
 }
 
@@ -24,7 +25,7 @@ pub(super) fn ropes(
     let empty = Map::new();
     let one = || -> Result<Vec<RopeConfig>> {
         let (within, map) = keys.rope_parameters(&empty)?;
-        Ok(vec![rope(keys, &Keys { map, within, ..*keys }, spec, heads)?])
+        Ok(vec![rope(keys, &Keys { map, within, ..*keys }, spec, (heads.head_dims[0], heads.max_positions))?])
     };
     match spec.rotates {
         Rotates::Never => Ok((vec![], vec![None; slides.len()])),
@@ -70,7 +71,8 @@ fn by_type(keys: &Keys, spec: &FamilySpec, local: LocalRope, heads: &RotatedHead
     let (full, sliding) = (of_type(kinds[0], "rope_parameters.full_attention.")?, of_type(kinds[1], "rope_parameters.sliding_attention.")?);
     let old = keys.object("rope_scaling")?.map(|map| Keys { map, within: "rope_scaling.", ..*keys });
     let first = if full.map.is_empty() { old.unwrap_or(full) } else { full };
-    let (full, mut rotation) = (rope(keys, &first, spec, heads)?, rope(keys, &sliding, spec, heads)?);
+    let [of_full, of_sliding] = heads.head_dims.map(|head_dim| (head_dim, heads.max_positions));
+    let (full, mut rotation) = (rope(keys, &first, spec, of_full)?, rope(keys, &sliding, spec, of_sliding)?);
     if sliding.get("rope_theta").is_none() {
         rotation.theta = local.key.map_or(Ok(local.theta), |key| keys.number(key, Some(local.theta), 1.0, 1e30))?;
     }
@@ -96,7 +98,10 @@ pub(super) fn rotating_layers(keys: &Keys, interval: usize, layers: usize) -> Re
 }
 
 /// One rotation from `inner`, the object of its parameters. Missing parameters are read beside the object, or have their defaults.
-fn rope(keys: &Keys, inner: &Keys, spec: &FamilySpec, heads: &RotatedHeads) -> Result<RopeConfig> {
+fn rope(keys: &Keys, inner: &Keys, spec: &FamilySpec, (head_dim, max_positions): (usize, usize)) -> Result<RopeConfig> {
+    if spec.is_gemma4() && inner.get("rope_type").is_some_and(|kind| kind == "proportional") {
+        return proportional(inner, spec, head_dim);
+    }
     let nearest = |key| if inner.get(key).is_some() { inner } else { keys };
     let theta = nearest("rope_theta").number("rope_theta", Some(spec.rope_theta), 1.0, 1e30)?;
     let fraction_keys = nearest("partial_rotary_factor");
@@ -104,18 +109,33 @@ fn rope(keys: &Keys, inner: &Keys, spec: &FamilySpec, heads: &RotatedHeads) -> R
     if fraction != 1.0 && spec.partial_rotary.is_none() {
         return Err(fraction_keys.unsupported("partial_rotary_factor", &Value::from(fraction), spec.architecture));
     }
-    let rotary_dim = (heads.head_dim as f64 * fraction) as usize;
+    let rotary_dim = (head_dim as f64 * fraction) as usize;
     if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
-        return Err(keys.bad("head_dim", format_args!("{rotary_dim} rotating channels of {}: rope needs an even number", heads.head_dim)));
+        return Err(keys.bad("head_dim", format_args!("{rotary_dim} rotating channels of {head_dim}: rope needs an even number")));
     }
     if spec.names_rope && inner.map.is_empty() {
         return Err(keys.missing("rope_scaling", "an object with the rotations of this family"));
     }
     let (scaling, attention_factor) = match inner.get("rope_type").or(inner.get("type")) {
         Some(kind) if kind == "mrope" && spec.text_part.is_some() => (RopeScaling::Default, 1.0),
-        _ => scaling(keys, inner, heads.max_positions, rotary_dim)?,
+        _ => scaling(keys, inner, max_positions, rotary_dim)?,
     };
     Ok(RopeConfig { theta, rotary_dim, interleaved: spec.interleaved, scaling, attention_factor: attention_factor as f32 })
+}
+
+/// A rotation of which only a part of the pairs of channels rotate, by the frequencies that they have among all pairs.
+fn proportional(inner: &Keys, spec: &FamilySpec, head_dim: usize) -> Result<RopeConfig> {
+    let theta = inner.number("rope_theta", Some(spec.rope_theta), 1.0, 1e30)?;
+    let fraction = inner.number("partial_rotary_factor", Some(1.0), 0.0, 1.0)?;
+    if let Some(factor) = inner.get("factor").filter(|factor| factor.as_f64() != Some(1.0)) {
+        return Err(inner.unsupported("factor", factor, "a proportional rotation is supported without a factor"));
+    }
+    if !head_dim.is_multiple_of(2) {
+        return Err(inner.bad("rope_type", format_args!("{head_dim} channels: rope needs an even number")));
+    }
+    let pairs = (fraction * head_dim as f64) as usize / 2;
+    let scaling = RopeScaling::Proportional { pairs };
+    Ok(RopeConfig { theta, rotary_dim: head_dim, interleaved: spec.interleaved, scaling, attention_factor: 1.0 })
 }
 
 /// The scaling of positions, and the factor on cosines and sines.

@@ -22,7 +22,9 @@ pub(super) fn windows(keys: &Keys, spec: &FamilySpec, layers: usize) -> Result<V
                 return Ok(vec![None; layers]);
             }
             let window = window(rule.missing_window)?.map_or_else(|| keys.count("sliding_window", INDEX_MAX), Ok)?;
-            Ok(slides.into_iter().map(|slides| slides.then_some(window)).collect())
+            // The last layer of Gemma 4 has full attention whatever its type is.
+            let is_full = |layer: usize| spec.is_gemma4() && layer + 1 == layers;
+            Ok(slides.into_iter().enumerate().map(|(layer, slides)| (slides && !is_full(layer)).then_some(window)).collect())
         }
     }
 }

@@ -6,8 +6,8 @@
 
 use super::delta::{GATED_MOE, QWEN35, QWEN35_MOE};
 use super::{
-    ExpertFiles, ExpertLayers, FamilySpec, GEMMA_NAMES, GEMMA3, LLAMA_EXPERTS, LLAMA_NAMES, MINISTRAL3, MISTRAL, MoeNames, MoeSpec, Names,
-    Orientation, Presence, QWEN2, QWEN3, QWEN3_MOE, STACKED, WindowRule,
+    ExpertFiles, ExpertLayers, FamilySpec, GEMMA_NAMES, GEMMA3, GEMMA4, LLAMA_EXPERTS, LLAMA_NAMES, MINISTRAL3, MISTRAL, MoeNames, MoeSpec,
+    Names, Orientation, Presence, QWEN2, QWEN3, QWEN3_MOE, STACKED, WindowRule,
 };
 use crate::model::text_part::{Layout, TextPart};
 
@@ -23,9 +23,11 @@ const ALONE_FIRST: [Layout; 3] = [ALONE, INSIDE, OUTSIDE];
 
 const OUTSIDE_NAMES: Names = Names { prefix: OUTSIDE.prefix, head: OUTSIDE.head, ..LLAMA_NAMES };
 const OUTSIDE_GEMMA_NAMES: Names = Names { prefix: OUTSIDE.prefix, head: OUTSIDE.head, ..GEMMA_NAMES };
+const INSIDE_GEMMA_NAMES: Names = Names { prefix: INSIDE.prefix, head: INSIDE.head, ..GEMMA_NAMES };
 const INSIDE_NAMES: Names = Names { prefix: INSIDE.prefix, head: INSIDE.head, ..LLAMA_NAMES };
 
 const TOWER_AND_PROJECTOR: &[&str] = &["vision_tower.", "multi_modal_projector."];
+const GEMMA4_TOWERS: &[&str] = &["vision_tower.", "embed_vision.", "audio_tower.", "embed_audio."];
 const VISUAL: &[&str] = &["visual."];
 /// The tower, and layers that predict further tokens.
 const VISUAL_AND_MTP: &[&str] = &["visual.", "mtp."];
@@ -89,7 +91,7 @@ const MINISTRAL3_PART: TextPart = TextPart {
 pub(super) static OTHER_DECODERS: [FamilySpec; 1] =
     [FamilySpec { architecture: MISTRAL3, names: &OUTSIDE_NAMES, tied: true, text_part: Some(MINISTRAL3_PART), ..MINISTRAL3 }];
 
-pub(super) static ROWS: [FamilySpec; 8] = [
+pub(super) static ROWS: [FamilySpec; 9] = [
     FamilySpec {
         architecture: "Gemma3ForConditionalGeneration",
         names: &OUTSIDE_GEMMA_NAMES,
@@ -116,6 +118,37 @@ pub(super) static ROWS: [FamilySpec; 8] = [
             ],
         }),
         ..GEMMA3
+    },
+    FamilySpec {
+        architecture: "Gemma4ForConditionalGeneration",
+        names: &INSIDE_GEMMA_NAMES,
+        text_part: Some(TextPart {
+            may_be_flat: false,
+            model_types: &["gemma4_text"],
+            defaults: &[
+                ("vocab_size", 262_144.0),
+                ("hidden_size", 2304.0),
+                ("intermediate_size", 9216.0),
+                ("num_hidden_layers", 30.0),
+                ("num_attention_heads", 8.0),
+                ("num_key_value_heads", 4.0),
+                ("head_dim", 256.0),
+                ("max_position_embeddings", 131_072.0),
+                ("rms_norm_eps", 1e-6),
+            ],
+            layouts: INSIDE_FIRST,
+            carried: GEMMA4_TOWERS,
+            media: &[
+                (&["image_token_id"], 258_880),
+                (&["video_token_id"], 258_884),
+                (&["audio_token_id"], 258_881),
+                (&["boi_token_id"], 255_999),
+                (&["eoi_token_id"], 258_882),
+                (&["boa_token_id"], 256_000),
+                (&["eoa_token_index", "eoa_token_id"], 258_883),
+            ],
+        }),
+        ..GEMMA4
     },
     FamilySpec {
         architecture: MISTRAL3,

@@ -43,6 +43,8 @@ pub enum Role {
     DeltaDecayBias,
     /// Weight of the gated norm of each head `[head_dim]`.
     DeltaNorm,
+    /// Factor on the residual stream after the layer `[1]`, which is no parameter: its gradient is zero, so that it never changes.
+    LayerScale,
     /// Output projection of attention `[channels, heads head_dim]`.
     AttnOut,
     /// Bias of the output projection `[channels]`.
@@ -106,6 +108,7 @@ impl Role {
             (Self::DeltaRate, _) => "attn.rate",
             (Self::DeltaDecayBias, _) => "attn.decay.bias",
             (Self::DeltaNorm, _) => "attn.norm",
+            (Self::LayerScale, _) => "scale",
             (Self::AttnOut, _) => "attn.out",
             (Self::AttnOutBias, _) => "attn.out.bias",
             (Self::MlpNorm, _) => "mlp_norm",

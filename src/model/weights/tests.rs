@@ -50,7 +50,8 @@ fn config(architecture: &str) -> Value {
         _ => json!({
             "architectures": [architecture], "vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 32, "rms_norm_eps": 1e-6,
-            "norm_epsilon": 1e-5, "partial_rotary_factor": 1.0, "pad_token_id": 0,
+            "norm_epsilon": 1e-5, "partial_rotary_factor": 1.0, "pad_token_id": 0, "hidden_size_per_layer_input": 0, "global_head_dim": 10,
+            "rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
         }),
     }
 }

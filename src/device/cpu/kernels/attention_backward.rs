@@ -275,7 +275,7 @@ vectorised! {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::attention::attention;
     use super::super::attention::tests::{
         SHAPES, at, documents, probabilities, reference as forward_reference, row_with_a_document, run as forward,
@@ -292,7 +292,7 @@ mod tests {
         dqkv
     }
 
-    fn reference(shape: &AttentionShape, qkv: &[f64], documents: Option<&[i32]>, dout: &[f64]) -> Vec<f64> {
+    pub(in super::super) fn reference(shape: &AttentionShape, qkv: &[f64], documents: Option<&[i32]>, dout: &[f64]) -> Vec<f64> {
         let mut dqkv = vec![0.0; qkv.len()];
         for (sequence, head) in (0..shape.batch).flat_map(|b| (0..shape.heads).map(move |h| (b, h))) {
             let key_head = shape.heads + head / (shape.heads / shape.kv_heads);

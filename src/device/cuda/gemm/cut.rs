@@ -138,13 +138,14 @@ impl ProductCut {
         let shape = MatmulShape { layout, m, n, k };
         if self.course == Course::Widened {
             let formats = Formats { a: Dtype::Bfloat16, b: Dtype::Bfloat16, c: Dtype::Float32 };
-            return LibraryProduct { shape, pitches: [k, k], formats, alignments: [ALIGNED; 4], bias: 0, batch: None };
+            return LibraryProduct { shape, pitches: [k, k, n], formats, alignments: [ALIGNED; 4], bias: 0, batch: None };
         }
         let strides = [self.places([0, self.terms]), [self.sums_apart(), 0]];
         let batch = (self.course == Course::AtOnce)
             .then(|| CallBatch { count: self.slices(), strides: [strides[0][0], strides[0][1], strides[1][0]] });
         let formats = Formats { c: Dtype::Float32, ..self.key.formats };
-        LibraryProduct { shape, pitches: self.key.pitches(), formats, alignments: self.alignments(), bias: 0, batch }
+        let [a, b] = self.key.pitches();
+        LibraryProduct { shape, pitches: [a, b, n], formats, alignments: self.alignments(), bias: 0, batch }
     }
 
     /// First elements of a part's factors within a and b.
@@ -247,7 +248,7 @@ mod tests {
         let sizes: Vec<_> = cut.calls().iter().map(|call| (call.shape.m, call.shape.k)).collect();
         assert_eq!(sizes, [(128, 256), (128, 188), (44, 256), (44, 188)]);
         let call = cut.calls()[3];
-        assert_eq!((call.pitches, call.formats.c, call.batch, call.bias), ([300, 40], Dtype::Float32, None, 0));
+        assert_eq!((call.pitches, call.formats.c, call.batch, call.bias), ([300, 40, 40], Dtype::Float32, None, 0));
         let at_once = ProductCut { key: key(MatmulLayout::Nt, (16, 40, 512), BF16), rows: 16, terms: 128, course: Course::AtOnce };
         let batch = CallBatch { count: 4, strides: [128, 128, 640] };
         assert_eq!((at_once.calls().len(), at_once.calls()[0].batch), (1, Some(batch)));

@@ -73,6 +73,9 @@ functions! {
         suggest = c"cublasLtMatmulAlgoGetHeuristic"(
             Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, i32, *mut Suggestion, *mut i32
         ) -> i32;
+        accepts = c"cublasLtMatmulAlgoCheck"(
+            Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, *const Algorithm, *mut Suggestion
+        ) -> i32;
         algorithm_get = c"cublasLtMatmulAlgoConfigGetAttribute"(*const Algorithm, i32, *mut c_void, usize, *mut usize) -> i32;
         matmul = c"cublasLtMatmul"(
             Opaque, Opaque, *const f32, u64, Opaque, u64, Opaque, *const f32, u64, Opaque, u64, Opaque,
@@ -201,6 +204,15 @@ impl Parts {
             Answer::Excluded(all) => Answer::Excluded(all),
             Answer::Refused => Answer::Refused,
         })
+    }
+
+    /// Turns the parts into a plan with the algorithm of `plan`, if the library accepts it for them.
+    pub(super) fn plan_as(self, handle: Opaque, plan: &MatmulPlan) -> Option<MatmulPlan> {
+        let ([first, second, result], mut checked) = (self.layouts, Suggestion::default());
+        // SAFETY: all handles are live; the call writes one suggestion.
+        let status = unsafe { (self.lt.accepts)(handle, self.description, first, second, result, result, &plan.algorithm, &mut checked) };
+        let accepts = status == 0 && checked.status == 0 && checked.workspace_bytes <= WORKSPACE_BYTES;
+        accepts.then(|| self.keep(plan.algorithm, plan.chosen))
     }
 
     /// The library's suggestions for the present preferences; none if it refuses the product.

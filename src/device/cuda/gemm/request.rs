@@ -1,11 +1,16 @@
 //! Products, and the calls of the library that compute them.
 
-use crate::device::{DeviceSlice, Kernel, Matmul, MatmulLayout, MatmulShape, ProductRequest, ScaledMatmul};
+use crate::device::{BatchedMatmul, DeviceSlice, Kernel, Matmul, MatmulLayout, MatmulShape, ProductRequest, ScaledMatmul, StridedMatrices};
 use crate::dtype::Dtype;
 use crate::error::Result;
 
 /// The largest alignment that is distinguished, in bytes; larger ones gain nothing.
 pub(crate) const ALIGNED: u16 = 256;
+
+/// The largest alignment of matrices of a batch that is distinguished, in bytes: that of vectors, which all heads have, wherever they lie.
+const BATCH_ALIGNED: u16 = 16;
+/// Number of matrices for which the algorithm of any number of them is chosen.
+const TYPICAL_COUNT: usize = 8;
 
 /// A product with or without scales.
 #[derive(Clone, Copy)]
@@ -98,12 +103,12 @@ pub(crate) struct CallBatch {
     pub(crate) strides: [usize; 3],
 }
 
-/// A call of the library, apart from addresses. The result is contiguous.
+/// A call of the library, apart from addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct LibraryProduct {
     pub(crate) shape: MatmulShape,
-    /// See [`ProductKey::pitches`].
-    pub(crate) pitches: [usize; 2],
+    /// See [`ProductKey::pitches`], and the same of the result.
+    pub(crate) pitches: [usize; 3],
     pub(crate) formats: Formats,
     /// See [`ProductKey::alignments`].
     pub(crate) alignments: [u16; 4],
@@ -116,7 +121,35 @@ impl LibraryProduct {
     /// The call that computes a whole product.
     pub(super) fn whole(key: &ProductKey) -> Self {
         let &ProductKey { shape, formats, alignments, bias, .. } = key;
-        Self { shape, pitches: key.pitches(), formats, alignments, bias, batch: None }
+        let [a, b] = key.pitches();
+        Self { shape, pitches: [a, b, shape.n], formats, alignments, bias, batch: None }
+    }
+}
+
+impl LibraryProduct {
+    /// The call that computes a [`BatchedMatmul`], and its addresses.
+    pub(crate) fn batched(kernel: &BatchedMatmul) -> Result<(Self, CallAddresses)> {
+        let &BatchedMatmul { shape, count, a, b, c, accumulate } = kernel;
+        let (dtype, matrices) = (kernel.float_format()?, [a, b, c]);
+        let formats = Formats { a: dtype, b: dtype, c: c.memory.dtype() };
+        let [of_a, of_b, of_c] = matrices.map(|matrices| Self::alignment_of(&matrices, count));
+        let batch = Some(CallBatch { count, strides: matrices.map(|matrices| matrices.stride) });
+        let pitches = matrices.map(|matrices| matrices.pitch);
+        let call = Self { shape, pitches, formats, alignments: [of_a, of_b, of_c, of_c], bias: 0, batch };
+        let [a, b, c] = matrices.map(|matrices| matrices.memory.addr());
+        Ok((call, CallAddresses { a, b, addend: c, adds: accumulate, c, pointers: Pointers::NONE }))
+    }
+
+    /// The call whose algorithm this batched one takes, so that the number of matrices does not decide the bits of each.
+    pub(super) fn standing_for_batch(&self) -> Self {
+        Self { batch: self.batch.map(|batch| CallBatch { count: TYPICAL_COUNT, ..batch }), ..*self }
+    }
+
+    /// Alignment of all of `count` matrices.
+    fn alignment_of(matrices: &StridedMatrices, count: usize) -> u16 {
+        let step = matrices.stride * matrices.memory.dtype().bytes();
+        let of_steps = if count > 1 && step > 0 { 1 << step.trailing_zeros().min(BATCH_ALIGNED.ilog2()) } else { BATCH_ALIGNED };
+        alignment(matrices.memory).min(of_steps)
     }
 }
 
@@ -189,6 +222,19 @@ mod tests {
     fn alignment_is_the_largest_power_of_two_up_to_256() {
         let slice = |addr| DeviceSlice::at(addr, 1, Dtype::Bfloat16);
         assert_eq!([2, 48, 4096 + 256, 1 << 40].map(|addr| alignment(slice(addr))), [2, 16, 256, 256]);
+    }
+
+    #[test]
+    fn batched_products_are_aligned_as_their_strides_are() {
+        let x = DeviceSlice::at(1 << 20, 1 << 16, Dtype::Bfloat16);
+        let [a, b] = [64, 20].map(|stride| StridedMatrices::of(x, 0, [16, 32, 3], [512, stride]));
+        let c = StridedMatrices::of(DeviceSlice::at(2 << 20, 1 << 16, Dtype::Float32), 0, [16, 16, 3], [16, 256]);
+        let shape = MatmulShape { layout: MatmulLayout::Nt, m: 16, n: 16, k: 32 };
+        let (call, addresses) = LibraryProduct::batched(&BatchedMatmul { shape, count: 3, a, b, c, accumulate: true }).unwrap();
+        assert_eq!((call.alignments, call.pitches), ([16, 8, 16, 16], [512, 512, 16]));
+        assert_eq!(call.batch, Some(CallBatch { count: 3, strides: [64, 20, 256] }));
+        assert_eq!(call.standing_for_batch().batch, Some(CallBatch { count: 8, strides: [64, 20, 256] }));
+        assert!(addresses.adds && addresses.addend == addresses.c && call.formats.c == Dtype::Float32);
     }
 
     #[test]

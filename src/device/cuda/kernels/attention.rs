@@ -1,10 +1,14 @@
-//! Attention by cuDNN, or by this program's kernels (`--attention plain`).
+//! Attention by cuDNN, by products, or by this program's kernels (`--attention plain`).
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
 use super::super::{CudaDevice, sdpa};
 use super::grid::{WARP, whole_vectors};
-use crate::device::{AttentionBackward, AttentionForward, AttentionShape, Checked, Kernel, Launch, Stream};
+use crate::device::{
+    AttentionBackward, AttentionForward, AttentionShape, AttentionWay, Checked, Device, DeviceSlice, Kernel, Launch, ScoreTile, Stream,
+    score_passes,
+};
+use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 
 pub(super) const SOURCE: PtxSource = PtxSource {
@@ -28,29 +32,71 @@ const SLICE: usize = 128;
 
 impl Launch<AttentionForward> for CudaDevice {
     fn accept(&mut self, kernel: Checked<AttentionForward>) -> Result<()> {
-        match (&self.sdpa, kernel.documents) {
-            (None, _) => plain(*kernel, self),
-            (Some(_), None) => fused(self, &sdpa::AttentionCall::forward(&kernel)?),
-            (Some(_), Some(_)) => self.attend_packed(&kernel),
+        match (self.attention.way(&kernel.shape), kernel.documents) {
+            (AttentionWay::Plain, _) => plain(*kernel, self),
+            (_, None) => self.attend(&kernel),
+            (_, Some(_)) => self.attend_packed(&kernel),
         }
     }
 }
 
 impl Launch<AttentionBackward> for CudaDevice {
     fn accept(&mut self, kernel: Checked<AttentionBackward>) -> Result<()> {
-        match (&self.sdpa, kernel.documents) {
-            (None, _) => plain_backward(*kernel, self),
-            (Some(sdpa), None) => {
-                let call = sdpa::AttentionCall::backward(&kernel, sdpa.block(&kernel.shape))?;
-                fused(self, &call)
-            }
-            (Some(_), Some(_)) => self.attend_packed_backward(&kernel),
+        match (self.attention.way(&kernel.shape), kernel.documents) {
+            (AttentionWay::Plain, _) => plain_backward(*kernel, self),
+            (_, None) => self.attend_backward(&kernel),
+            (_, Some(_)) => self.attend_packed_backward(&kernel),
         }
     }
 }
 
+impl CudaDevice {
+    /// Attention over rows of one document, by cuDNN or by products.
+    pub(super) fn attend(&mut self, kernel: &AttentionForward) -> Result<()> {
+        if self.attention.way(&kernel.shape) != AttentionWay::Products {
+            return fused(self, &sdpa::AttentionCall::forward(kernel)?);
+        }
+        let workspace = self.reserve_scores(&[(kernel.shape, None)], kernel.float_format()?)?;
+        score_passes::forward(self, kernel, workspace)
+    }
+
+    /// The backward pass of [`CudaDevice::attend`].
+    pub(super) fn attend_backward(&mut self, kernel: &AttentionBackward) -> Result<()> {
+        let AttentionBackward { shape, block, .. } = *kernel;
+        if self.attention.way(&shape) != AttentionWay::Products {
+            let block = block.or_else(|| self.sdpa.as_ref().map(|sdpa| sdpa.block(&shape))).unwrap_or(shape.seq_length);
+            return fused(self, &sdpa::AttentionCall::backward(kernel, block)?);
+        }
+        let workspace = self.reserve_scores(&[(shape, block)], kernel.float_format()?)?;
+        score_passes::backward(self, kernel, workspace)
+    }
+
+    /// The workspace of attention by products for all of these shapes and blocks.
+    ///
+    /// # Errors
+    /// `Unsupported` for formats and shapes that products do not have; `Resource` without memory.
+    pub(in super::super) fn reserve_scores(&mut self, shapes: &[(AttentionShape, Option<usize>)], dtype: Dtype) -> Result<DeviceSlice> {
+        if let Some((shape, _)) =
+            shapes.iter().find(|(shape, _)| dtype == Dtype::Float32 || !shape.head_dim.is_multiple_of(ScoreTile::GRAIN))
+        {
+            return Err(Error::Unsupported(format!(
+                "attention by products of heads of {} channels in {dtype}: it has 16-bit formats and multiples of {} channels; \
+                 `--attention plain` computes it",
+                shape.head_dim,
+                ScoreTile::GRAIN
+            )));
+        }
+        let bytes = shapes.iter().map(|(shape, block)| score_passes::workspace_bytes(shape, dtype, *block)).max().unwrap_or(0);
+        if self.scores.bytes() < bytes {
+            self.free(self.scores)?;
+            self.scores = self.alloc("scores of attention", bytes / Dtype::Float32.bytes(), Dtype::Float32)?;
+        }
+        Ok(self.scores)
+    }
+}
+
 /// Enqueues `call` with cuDNN.
-pub(super) fn fused(dev: &mut CudaDevice, call: &sdpa::AttentionCall) -> Result<()> {
+fn fused(dev: &mut CudaDevice, call: &sdpa::AttentionCall) -> Result<()> {
     // Taken out for the call, because the span around it borrows the device.
     let mut sdpa = dev.sdpa.take().ok_or_else(|| Error::Unsupported("fused attention on a device opened without cuDNN".into()))?;
     let result = enqueue_steps(dev, &mut sdpa, call);

@@ -48,7 +48,7 @@ impl DocumentCopies {
         let cols = padded.elems() / self.shape.tokens();
         if !whole_vectors(cols, &[from, to]) {
             let addresses = format!("rows of {cols} elements at {:#x} and {:#x} are not aligned to 16 bytes", from.addr(), to.addr());
-            return Err(Error::resource("run cuDNN's attention", addresses));
+            return Err(Error::resource("run attention", addresses));
         }
         let vectors = cols / wide(padded.dtype());
         let blocks = LaunchConfig::new(size(self.shape.tokens())?, threads(vectors, 1).min(THREADS) as u32);

@@ -422,6 +422,41 @@ fn delta(list: &mut List, r: &mut TestMemory, shape: DeltaShape, with_documents:
     DeltaRuleBackward { dout, qkv, a, b, a_log, dt_bias, documents, dqkv, da, db, da_log, ddt_bias, accumulate: true, shape }.enqueue(list)
 }
 
+/// Norms of queries, keys and values, and a factor.
+fn normed_values(list: &mut List, r: &mut TestMemory, shape: AttentionShape) -> Result<()> {
+    for values_are_keys in [false, true] {
+        let heads = NormedHeads::of(&shape, values_are_keys);
+        let (tokens, d) = (shape.tokens(), shape.head_dim);
+        let (qkv, out, rstd) = (r.x(tokens * heads.raw() * d), r.x(tokens * heads.all() * d), r.f(tokens * heads.raw()));
+        let [q_weight, k_weight, dq_weight, dk_weight] = [(); 4].map(|()| r.x(d));
+        QkvNorm { qkv, q_weight, k_weight, eps: 1e-6, out, rstd, tokens, heads }.enqueue(list)?;
+        let (dout, accumulate) = (out, values_are_keys);
+        QkvNormBackward { dout, qkv, q_weight, k_weight, rstd, dq_weight, dk_weight, accumulate, tokens, heads }.enqueue(list)?;
+    }
+    ScaleBy { x: r.x(4097), factor: r.x(1) }.enqueue(list)
+}
+
+/// The softmax of a tile of scores, and the rounding of sums of key gradients.
+fn scores(list: &mut List, r: &mut TestMemory, shape: AttentionShape, lanes: usize) -> Result<()> {
+    let AttentionShape { seq_length, heads, kv_heads, head_dim, .. } = shape;
+    let across_sequences = lanes > kv_heads;
+    let (query, rows, key) = (seq_length / 2, seq_length - seq_length / 2, 0);
+    let (sequence, kv_head, member, members) = (0, 0, 1, heads / kv_heads - 1);
+    let (keys, pitch) = (seq_length, seq_length.next_multiple_of(8));
+    let tile = ScoreTile { sequence, kv_head, member, members, lanes, across_sequences, query, rows, key, keys, pitch };
+    let (n, t) = (tile.elems(), shape.tokens());
+    for softcap in [None, Some(30.0)] {
+        let shape = AttentionShape { softcap, ..shape };
+        let (scores, probabilities, lse) = (r.f(n), r.x(n), r.f(t * heads));
+        MaskedSoftmax { scores, probabilities, lse, tile, shape }.enqueue(list)?;
+        let (dprobabilities, dout, out, dscores) = (r.f(n), r.x(t * shape.out_cols()), r.x(t * shape.out_cols()), r.x(n));
+        SoftmaxBackward { scores, dprobabilities, dout, out, lse, probabilities, dscores, tile, shape }.enqueue(list)?;
+    }
+    let (size, strides) = ([seq_length, head_dim, lanes], [shape.qkv_cols(), head_dim]);
+    let (sums, dqkv) = (r.f(size.iter().product()), r.x(t * shape.qkv_cols()));
+    RoundSums { sums, out: StridedMatrices::of(dqkv, heads * head_dim, size, strides), size }.enqueue(list)
+}
+
 /// A last block that is not full, and whole blocks.
 fn mxfp4(list: &mut List, r: &mut TestMemory) -> Result<()> {
     for elems in [32, 8192 + 64, 8192 * 4096] {
@@ -491,6 +526,9 @@ fn listing() -> Result<String> {
     for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1)] {
         let mut memory = TestMemory { dtype, skew, given: 0 };
         [(600, 2560), (67, 515), (3, 40_000)].into_iter().try_for_each(|(m, n)| fp32_logits(&mut list, &mut memory, m, n))?;
+        scores(&mut list, &mut TestMemory { dtype, skew, given: 0 }, shape, 2)?;
+        normed_values(&mut list, &mut TestMemory { dtype, skew, given: 0 }, shape)?;
+        scores(&mut list, &mut TestMemory { dtype, skew, given: 0 }, AttentionShape { kv_heads: 1, window: Some(200), ..shape }, 2)?;
     }
     Ok(list.lines)
 }

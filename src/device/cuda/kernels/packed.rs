@@ -1,15 +1,13 @@
-//! cuDNN's attention over rows of several documents: documents of similar length are gathered, computed as separate sequences, and
+//! Attention by cuDNN or by products over rows of several documents: documents of similar length are gathered, computed as separate sequences, and
 //! scattered back. See [`documents`](crate::device::documents).
 
 use super::super::CudaDevice;
 use super::super::error::check;
 use super::super::packed::Packed;
-use super::super::sdpa::AttentionCall;
-use super::attention::fused;
 use super::documents::DocumentCopies;
 use crate::device::documents::{DocumentTable, batch_block, batch_shape, batch_shapes};
 use crate::device::footprint::gpu::{DocumentScratch, document_scratch};
-use crate::device::{AttentionBackward, AttentionForward, AttentionShape, Device, DeviceSlice, Kernel, Stream};
+use crate::device::{AttentionBackward, AttentionForward, AttentionShape, AttentionWay, Device, DeviceSlice, Kernel, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use cust::sys;
@@ -18,6 +16,10 @@ impl CudaDevice {
     /// Compiles the plans for documents of any length, and allocates scratch memory for them.
     pub(in super::super) fn prepare_documents(&mut self, shape: &AttentionShape, dtype: Dtype) -> Result<()> {
         self.reserve_documents(shape)?;
+        if self.attention.way(shape) == AttentionWay::Products {
+            let batches: Vec<_> = batch_shapes(shape).map(|batch| (batch, None)).collect();
+            return self.reserve_scores(&batches, dtype).map(drop);
+        }
         let Some(sdpa) = &mut self.sdpa else { return Ok(()) };
         let block = sdpa.block(shape);
         let batches: Vec<_> = batch_shapes(shape).map(|batch| (batch, batch_block(shape, block, &batch))).collect();
@@ -58,10 +60,16 @@ impl CudaDevice {
         let Packed { documents, table, .. } = &self.packed;
         if documents.tokens != shape.tokens() {
             let cause = format!("documents of {} tokens were announced, and attention goes over {}", documents.tokens, shape.tokens());
-            return Err(Error::resource("run cuDNN's attention", cause));
+            return Err(Error::resource("run attention", cause));
         }
         let copies = |batch: &_, part| Ok((DocumentCopies::new(*table, batch, part, shape.seq_length)?, part));
         documents.batches().iter().map(|batch| copies(batch, batch_shape(shape, batch.length))).collect()
+    }
+
+    /// Queries of a block of the backward pass for rows; `None` for those of each batch.
+    fn default_block(&self, shape: &AttentionShape) -> Option<usize> {
+        let fused = self.attention.way(shape) == AttentionWay::Fused;
+        self.sdpa.as_ref().filter(|_| fused).map(|sdpa| sdpa.block(shape))
     }
 
     pub(in super::super) fn attend_packed(&mut self, kernel: &AttentionForward) -> Result<()> {
@@ -71,7 +79,7 @@ impl CudaDevice {
             let gathered = GatheredDocuments::new(self.packed.scratch, &shape, &part, dtype);
             copies.gather(self, qkv, gathered.qkv)?;
             let one = AttentionForward { qkv: gathered.qkv, documents: None, out: gathered.out, lse: gathered.lse, shape: part };
-            fused(self, &AttentionCall::forward(&one)?)?;
+            self.attend(&one)?;
             copies.scatter(self, gathered.out, out)?;
             copies.scatter_lse(self, gathered.lse, lse)?;
         }
@@ -81,7 +89,7 @@ impl CudaDevice {
     pub(in super::super) fn attend_packed_backward(&mut self, kernel: &AttentionBackward) -> Result<()> {
         let AttentionBackward { dout, qkv, out, lse, dqkv, shape, block, .. } = *kernel;
         let dtype = kernel.float_format()?;
-        let block = block.or_else(|| self.sdpa.as_ref().map(|sdpa| sdpa.block(&shape))).unwrap_or(shape.seq_length);
+        let block = block.or_else(|| self.default_block(&shape));
         for (copies, part) in self.document_batches(&shape, dtype)? {
             let gathered = GatheredDocuments::new(self.packed.scratch, &shape, &part, dtype);
             for (rows, padded) in [(dout, gathered.dout), (qkv, gathered.qkv), (out, gathered.out)] {
@@ -89,9 +97,8 @@ impl CudaDevice {
             }
             copies.gather_lse(self, lse, gathered.lse)?;
             let GatheredDocuments { dout, qkv, out, lse, dqkv: padded } = gathered;
-            let block = batch_block(&shape, block, &part);
-            let one = AttentionBackward { dout, qkv, documents: None, out, lse, dqkv: padded, shape: part, block: None };
-            fused(self, &AttentionCall::backward(&one, block)?)?;
+            let block = block.map(|block| batch_block(&shape, block, &part));
+            self.attend_backward(&AttentionBackward { dout, qkv, documents: None, out, lse, dqkv: padded, shape: part, block })?;
             copies.scatter(self, padded, dqkv)?;
         }
         Ok(())

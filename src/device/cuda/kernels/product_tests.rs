@@ -33,6 +33,7 @@ fn places(layout: MatmulLayout, [a, b]: [usize; 2], (row, col): (usize, usize), 
 impl ProductQueue for EmulatedMemory {
     fn call(&mut self, call: LibraryProduct, addresses: CallAddresses) -> Result<()> {
         let LibraryProduct { shape: MatmulShape { layout, m, n, k }, pitches, formats, batch, .. } = call;
+        let [a_pitch, b_pitch, c_pitch] = pitches;
         let CallAddresses { a, b, addend, adds, c, pointers } = addresses;
         let (count, [a_apart, b_apart, c_apart]) = batch.map_or((1, [0; 3]), |batch| (batch.count, batch.strides));
         assert_eq!((formats.c, call.bias), (Dtype::Float32, 0), "parts are fp32 sums alone");
@@ -41,9 +42,9 @@ impl ProductQueue for EmulatedMemory {
         for each in 0..count {
             for (row, col) in (0..m).flat_map(|row| (0..n).map(move |col| (row, col))) {
                 let terms = (0..k)
-                    .map(|l| places(layout, pitches, (row, col), l))
+                    .map(|l| places(layout, [a_pitch, b_pitch], (row, col), l))
                     .map(|[x, y]| self.number(a, formats.a, each * a_apart + x) * self.number(b, formats.b, each * b_apart + y));
-                let (sum, at) = (terms.sum::<f32>() * scale, each * c_apart + row * n + col);
+                let (sum, at) = (terms.sum::<f32>() * scale, each * c_apart + row * c_pitch + col);
                 let sum = if adds { self.number(addend, Dtype::Float32, at) + sum } else { sum };
                 self.write(DeviceSlice::at(c + 4 * at as u64, 1, Dtype::Float32), &[sum]);
             }
