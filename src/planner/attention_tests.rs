@@ -56,13 +56,16 @@ fn scores_are_planned_to_the_byte() {
 #[test]
 fn products_take_the_time_of_products_and_of_scores() {
     let machine = Machine::of(&Profile::load("h200-pcie5").unwrap());
-    let seconds = |attention| {
-        let plan = planned("gemma-2-2b", &Settings { attention, ..settings() }, &machine).unwrap();
+    let seconds = |model, attention| {
+        let plan = planned(model, &Settings { attention, ..settings() }, &machine).unwrap();
         plan.forecast.predicted.unwrap().step_s
     };
-    let [products, plain] = [AttentionChoice::Products, AttentionChoice::Plain].map(seconds);
+    let [products, plain] = [AttentionChoice::Products, AttentionChoice::Plain].map(|by| seconds("gemma-2-2b", by));
     // Plain kernels take most of a step: 944 ms on an H200.
     assert!(products < 0.6 * plain, "{products} {plain}");
+    // Where cuDNN has a kernel, it is faster.
+    let [products, cudnn] = [AttentionChoice::Products, AttentionChoice::Auto].map(|by| seconds("qwen3-4b", by));
+    assert!(products > 1.02 * cudnn, "{products} {cudnn}");
     // A wide layer costs no more than its FLOPs at the rate of products, with scores beside them.
     let (wide, dense) = ("gemma-4-31b", "gemma-3-27b");
     let step = |model| planned(model, &Settings { per_device_train_batch_size: 1, ..settings() }, &machine).unwrap().forecast.predicted;
