@@ -16,7 +16,6 @@ mkdir -p "$out"
 # Name, GPUs, expectation, flags. Host memory is that of the machine unless a row limits it.
 rows() {
   cat <<'ROWS'
-llama-8b-79g-clipped|1|565 TFLOP/s, goal 580|--model llama-8b --moments int8 --masters split --hbm-limit 79GiB --seq-length 4096 --per-device-train-batch-size 4 --clip always
 llama-8b-host-clipped|1|435 TFLOP/s, goal 446|--model llama-8b --moments int8 --resident-buckets 0 --seq-length 4096 --per-device-train-batch-size 4 --clip always
 qwen3.5-27b|2|450 TFLOP/s, goal 470|--model qwen3.5-27b --gpus 2 --moments int8 --seq-length 4096 --per-device-train-batch-size 4
 qwen3.5-35b-a3b|2|11 k tokens/s each, goal 12 k|--model qwen3.5-35b-a3b --gpus 2 --moments bfloat16 --seq-length 4096 --per-device-train-batch-size 8
