@@ -4,9 +4,9 @@
 // where the query sees them, four columns at a time; every column of the results is written.
 #include "common.cuh"
 #include "math.cuh"
+#include "reduce.cuh"
 
 constexpr unsigned THREADS = 256;
-constexpr unsigned WARPS = THREADS / WARP;
 // Columns that a thread takes at once. Rows begin at multiples of 8 columns.
 constexpr unsigned GROUP = 4;
 
@@ -45,17 +45,6 @@ struct Row {
     __device__ __forceinline__ bool sees(unsigned column) const { return begin <= column && column < end; }
 };
 
-// Combines all threads' values, on all threads; calls in a row take turns with two `shared`.
-template <typename F>
-__device__ __forceinline__ float reduce(float x, float (&shared)[WARPS], F f) {
-    for (unsigned distance = WARP / 2; distance > 0; distance /= 2) x = f(x, __shfl_xor_sync(ALL_LANES, x, distance));
-    if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = x;
-    __syncthreads();
-    x = shared[threadIdx.x % WARPS];
-    for (unsigned distance = WARPS / 2; distance > 0; distance /= 2) x = f(x, __shfl_xor_sync(ALL_LANES, x, distance));
-    return x;
-}
-
 __device__ __forceinline__ void load_group(const float* from, float (&x)[GROUP]) { Vec<float>::load(from).widen(x); }
 
 template <typename T>
@@ -67,7 +56,6 @@ __device__ __forceinline__ void store_group(const float (&x)[GROUP], T* to) {
 // 4.3 TB/s.
 template <typename T, typename Cap>
 __device__ __forceinline__ void masked_softmax(const float* scores, T* probabilities, float* lse, const Tile t, Cap cap) {
-    __shared__ float shared[2][WARPS];
     const Row row(t);
     scores += row.at;
     float top = -INFINITY, sum = 0.0f;
@@ -87,9 +75,9 @@ __device__ __forceinline__ void masked_softmax(const float* scores, T* probabili
         for (unsigned i = 0; i < GROUP; i++) sum += exp_exact(x[i] - base);
         top = larger;
     }
-    const float largest = reduce(top, shared[0], [](float a, float b) { return fmaxf(a, b); });
+    const float largest = reduce_block<THREADS>(top, [](float a, float b) { return fmaxf(a, b); });
     const float base = largest == -INFINITY ? 0.0f : largest;
-    sum = reduce(sum * exp_exact(top - base), shared[1], [](float a, float b) { return a + b; });
+    sum = reduce_block<THREADS>(sum * exp_exact(top - base), [](float a, float b) { return a + b; });
     const float inverse = __frcp_rn(sum);
     for (unsigned column = threadIdx.x * GROUP; column < t.keys; column += THREADS * GROUP) {
         float x[GROUP] = {};
@@ -110,14 +98,13 @@ template <typename T, typename Cap>
 __device__ __forceinline__ void softmax_backward(
     const float* scores, const float* dprobabilities, const T* dout, const T* out, const float* lse, T* probabilities, T* dscores,
     const Tile t, unsigned head_dim, Cap cap) {
-    __shared__ float shared[WARPS];
     const Row row(t);
     const size_t first = (((size_t)row.sequence * t.seq_length + row.query) * t.heads + row.head) * head_dim;
     float delta = 0.0f;
     for (unsigned channel = threadIdx.x; channel < head_dim; channel += THREADS) {
         delta = fmaf(widen(dout[first + channel]), widen(out[first + channel]), delta);
     }
-    delta = reduce(delta, shared, [](float a, float b) { return a + b; });
+    delta = reduce_block<THREADS>(delta, [](float a, float b) { return a + b; });
     const float row_lse = lse[row.place(t)];
     for (unsigned column = threadIdx.x * GROUP; column < t.keys; column += THREADS * GROUP) {
         float p[GROUP] = {}, ds[GROUP] = {};

@@ -4,6 +4,7 @@
 #pragma once
 #include "common.cuh"
 #include "math.cuh"
+#include "reduce.cuh"
 
 constexpr unsigned THREADS = 512;
 // Vectors of a thread that are under way together.
@@ -41,19 +42,6 @@ __device__ __forceinline__ float target_weight(int word) {
 
 // Passes over NaN.
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
-
-// All threads' values combined by `f`, on all of them, in an order that depends on the block's size alone.
-template <unsigned BLOCK, typename V, typename F>
-__device__ __forceinline__ V reduce_block(V value, F f) {
-    constexpr unsigned WARPS = BLOCK / WARP;
-    __shared__ V shared[WARPS];
-    for (unsigned lane = WARP / 2; lane > 0; lane /= 2) value = f(value, __shfl_xor_sync(ALL_LANES, value, lane));
-    if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = value;
-    __syncthreads();
-    value = shared[threadIdx.x % WARPS];
-    for (unsigned lane = WARPS / 2; lane > 0; lane /= 2) value = f(value, __shfl_xor_sync(ALL_LANES, value, lane));
-    return value;
-}
 
 // The largest of some logits, and the sum of e^(logit - max).
 struct Softmax {
