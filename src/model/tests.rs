@@ -24,6 +24,26 @@ mod packed;
 const SEQ_LENGTH: usize = 12;
 const ONE_TILE: LossTile = LossTile { rows: usize::MAX, vocab: usize::MAX, tail: 0 };
 
+/// Four sequences in fp32, of `shape` with the `policies` of its layers.
+fn micro_batch<'a>(shape: &'a ModelShape, policies: &'a [LayerPolicy]) -> MicroBatch<'a> {
+    MicroBatch {
+        shape,
+        batch: 4,
+        seq_length: SEQ_LENGTH,
+        sequence_ranks: 1,
+        separates_documents: false,
+        objective: None,
+        dtype: Dtype::Float32,
+        logits_dtype: Dtype::Float32,
+        fp8: false,
+        head_rows: HeadRows::All,
+        tile: ONE_TILE,
+        mlp_tile: None,
+        policies,
+        segments: &[0],
+    }
+}
+
 /// Pseudorandom numbers between -1 and 1.
 struct Noise(u64);
 
@@ -75,20 +95,13 @@ impl Harness {
         schedule: StreamOrder,
     ) -> Self {
         let micro_batch = MicroBatch {
-            objective: None,
-            shape,
             batch,
-            seq_length: SEQ_LENGTH,
-            sequence_ranks: 1,
             separates_documents: documents,
             dtype: E::DTYPE,
             logits_dtype: E::DTYPE,
-            fp8: false,
-            head_rows: HeadRows::All,
             tile,
             mlp_tile,
-            policies,
-            segments: &[0],
+            ..micro_batch(shape, policies)
         };
         Self::of::<E>(micro_batch, schedule)
     }
@@ -400,22 +413,7 @@ fn a_head_of_trained_rows_changes_nothing_but_rounding() {
         let (shape, policies) = (golden_shape(family), vec![Keep; golden_shape(family).layers.len()]);
         let (vocab, tail) = if vocab == 0 { (shape.vocab, 13) } else { (vocab, 0) };
         let [all, trained] = [HeadRows::All, HeadRows::Trained].map(|head_rows| {
-            let micro_batch = MicroBatch {
-                shape: &shape,
-                batch: 4,
-                seq_length: SEQ_LENGTH,
-                sequence_ranks: 1,
-                separates_documents: false,
-                objective: None,
-                dtype: Dtype::Float32,
-                logits_dtype: Dtype::Float32,
-                fp8: false,
-                head_rows,
-                tile: LossTile { rows, vocab, tail },
-                mlp_tile: None,
-                policies: &policies,
-                segments: &[0],
-            };
+            let micro_batch = MicroBatch { head_rows, tile: LossTile { rows, vocab, tail }, ..micro_batch(&shape, &policies) };
             let mut harness = Harness::of::<f32>(micro_batch, StreamOrder::Adversary { seed: 1 });
             // Two micro-steps whose trained rows differ: the second one must not see gradients of the first one.
             for (first, sequence) in [(true, 0), (false, 4)] {
@@ -523,22 +521,7 @@ fn deep(family: &str) -> ModelShape {
 fn memory_of_experts_is_that_of_the_rows_of_all_tokens() {
     let (shape, policies) = (golden_shape("qwen3_moe"), [RecomputeBlock; 3]);
     let (batch, seq_length, tile) = (2, SEQ_LENGTH, LossTile { rows: 10, vocab: 24, tail: 0 });
-    let micro_batch = MicroBatch {
-        shape: &shape,
-        batch,
-        seq_length,
-        sequence_ranks: 1,
-        separates_documents: false,
-        objective: None,
-        dtype: Dtype::Float32,
-        logits_dtype: Dtype::Float32,
-        fp8: false,
-        head_rows: HeadRows::All,
-        tile,
-        mlp_tile: None,
-        policies: &policies,
-        segments: &[0],
-    };
+    let micro_batch = MicroBatch { batch, seq_length, tile, ..micro_batch(&shape, &policies) };
     let plan = ActivationPlan::new(micro_batch).unwrap();
     let tokens = batch * seq_length;
     let aligned = |elems: usize| elems.next_multiple_of(128);
@@ -649,22 +632,7 @@ fn scales_that_kernels_find_are_those_of_passes() {
         let cycle = [Keep, RecomputeCheap, RecomputeBlock, HostAttention, Host].into_iter().cycle().skip(seed);
         let policies: Vec<_> = cycle.take(shape.layers.len()).collect();
         let (dtype, tile) = (Dtype::Bfloat16, ONE_TILE);
-        let micro_batch = MicroBatch {
-            shape: &shape,
-            batch: 4,
-            seq_length: SEQ_LENGTH,
-            sequence_ranks: 1,
-            separates_documents: false,
-            objective: None,
-            dtype,
-            logits_dtype: dtype,
-            fp8: true,
-            head_rows: HeadRows::All,
-            tile,
-            mlp_tile: None,
-            policies: &policies,
-            segments: &[0],
-        };
+        let micro_batch = MicroBatch { dtype, logits_dtype: dtype, fp8: true, tile, ..micro_batch(&shape, &policies) };
         fp8::check(&shape, 4 * SEQ_LENGTH).unwrap();
         let mut harness = Harness::of::<half::bf16>(micro_batch, StreamOrder::Adversary { seed: seed as u64 });
         // The second micro-batch must not depend on the first.
@@ -694,22 +662,7 @@ fn a_model_refuses_slices_that_do_not_fit() {
     let build = |weights: usize, dtype: Dtype| {
         let mut dev = crate::launch::open::cpu(1, StreamOrder::Adversary { seed: 1 }, Default::default(), 0).unwrap();
         let (seq_length, policies) = (SEQ_LENGTH, &vec![Keep; shape.layers.len()]);
-        let batch = MicroBatch {
-            shape: &shape,
-            batch: 1,
-            seq_length,
-            sequence_ranks: 1,
-            separates_documents: false,
-            objective: None,
-            dtype: Dtype::Float32,
-            logits_dtype: Dtype::Float32,
-            fp8: false,
-            head_rows: HeadRows::All,
-            tile: ONE_TILE,
-            mlp_tile: None,
-            policies,
-            segments: &[0],
-        };
+        let batch = MicroBatch { batch: 1, seq_length, ..micro_batch(&shape, policies) };
         let plan = ActivationPlan::new(batch).unwrap();
         let activations = plan.allocate(&mut dev, &mut HostMemory::default(), &mut Lease::default()).unwrap();
         let weights = dev.alloc("weights", weights, dtype).unwrap();

@@ -31,20 +31,11 @@ fn policies(shape: &ModelShape, seed: u64) -> Vec<LayerPolicy> {
 fn gradients<E: Element>(shape: &ModelShape, fp8: bool, seed: u64) -> (u32, Vec<(String, Vec<u8>)>) {
     let policies = policies(shape, seed);
     let micro_batch = MicroBatch {
-        shape,
-        batch: 4,
-        seq_length: SEQ_LENGTH,
-        sequence_ranks: 1,
-        separates_documents: false,
-        objective: None,
         dtype: E::DTYPE,
         logits_dtype: if seed % 2 == 1 { Dtype::Float32 } else { E::DTYPE },
         fp8,
-        head_rows: HeadRows::All,
         tile: LossTile { rows: 20, vocab: 40, tail: 0 },
-        mlp_tile: None,
-        policies: &policies,
-        segments: &[0],
+        ..micro_batch(shape, &policies)
     };
     let mut harness = Harness::of::<E>(micro_batch, StreamOrder::Adversary { seed });
     harness.crowd = 2;

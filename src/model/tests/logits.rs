@@ -14,22 +14,8 @@ struct HeadNumbers {
 /// Largest distances from f64 with logits of `dtype`: of a log-probability, and of gradients relative to their length.
 fn distances<E: Element>(logits_dtype: Dtype, tile: LossTile) -> [f64; 2] {
     let shape = golden_shape("llama");
-    let micro_batch = MicroBatch {
-        shape: &shape,
-        batch: 4,
-        seq_length: SEQ_LENGTH,
-        sequence_ranks: 1,
-        separates_documents: false,
-        objective: None,
-        dtype: E::DTYPE,
-        logits_dtype,
-        fp8: false,
-        head_rows: HeadRows::All,
-        tile,
-        mlp_tile: None,
-        policies: &vec![Keep; shape.layers.len()],
-        segments: &[0],
-    };
+    let policies = vec![Keep; shape.layers.len()];
+    let micro_batch = MicroBatch { dtype: E::DTYPE, logits_dtype, tile, ..micro_batch(&shape, &policies) };
     let mut harness = Harness::of::<E>(micro_batch, StreamOrder::Adversary { seed: 3 });
     let output = harness.model.head.output.weight.value;
     let weights: Vec<E> = harness.download::<E>(output).into_iter().map(|x| E::from_f32(SCALE * x.to_f32())).collect();
