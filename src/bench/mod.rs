@@ -4,6 +4,8 @@
 //! are compared to [`crate::model::flops`] and [`ceiling`].
 
 pub(crate) mod ceiling;
+#[cfg(all(test, feature = "stv", feature = "repartition"))]
+mod clip_tests;
 pub(crate) mod gantt;
 #[cfg(test)]
 mod numbers_tests;

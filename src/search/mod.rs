@@ -5,8 +5,6 @@
 //! each at its other values with the best values so far for the rest. Only choices that the user left open are tried.
 
 use crate::planner::machine::Machine;
-#[cfg(all(test, feature = "stv", feature = "repartition"))]
-mod clip_tests;
 pub(crate) mod limits;
 #[cfg(all(test, feature = "stv", feature = "deadline-order", feature = "repartition", feature = "weight-flow"))]
 mod order_tests;
