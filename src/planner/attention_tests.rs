@@ -61,7 +61,7 @@ fn products_take_the_time_of_products_and_of_scores() {
         plan.forecast.predicted.unwrap().step_s
     };
     let [products, plain] = [AttentionChoice::Products, AttentionChoice::Plain].map(|by| seconds("gemma-2-2b", by));
-    // Plain kernels take most of a step: 944 ms on an H200.
+    // Plain kernels take most of a step.
     assert!(products < 0.6 * plain, "{products} {plain}");
     // Where cuDNN has a kernel, it is faster.
     let [products, cudnn] = [AttentionChoice::Products, AttentionChoice::Auto].map(|by| seconds("qwen3-4b", by));
