@@ -361,6 +361,29 @@ fn a_save_whose_copies_cannot_be_page_locked_changes_no_bit() {
     assert_eq!(tolerated, with_copies - at_start);
 }
 
+/// A run with a save to come locks the pages of copies of the GPU's states beside its steps, and unlocks all. A run whose only save is the
+/// last one locks none.
+#[cfg(feature = "repartition")]
+#[test]
+fn pages_of_copies_are_locked_beside_steps_where_a_save_is_to_come() {
+    if is_emulated() {
+        return;
+    }
+    let beside = |gpus: &str, every: &str| {
+        let flags = ["--replan=off", "--resident-buckets=all", "--max-steps=9", gpus, every];
+        let outcome = train(&[], &flags);
+        let lines = outcome.stdout.lines().filter_map(|line| line.strip_prefix("fake driver locked beside steps: "));
+        let [line] = lines.collect::<Vec<_>>()[..] else { panic!("{outcome:?}") };
+        let (beside, left) = line.split_once(", and ").expect("two numbers");
+        assert!(left == "0 were left" && counted(&outcome).len() == 3, "{line}");
+        (beside.parse::<usize>().unwrap(), digest(&outcome).to_string())
+    };
+    for gpus in ["--gpus=1", "--gpus=2"] {
+        let (with, without) = (beside(gpus, "--save-steps=4"), beside(gpus, "--save-steps=9"));
+        assert!(with.0 > 0 && without.0 == 0 && with.1 == without.1, "{with:?} {without:?}");
+    }
+}
+
 #[test]
 fn a_gpu_that_gets_no_memory_for_another_plan_goes_on_with_the_old_one() {
     if !is_emulated() {

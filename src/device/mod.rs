@@ -77,6 +77,17 @@ pub trait DeviceLibraries {
     }
 }
 
+/// Host memory that copies will need, and whose pages the kernel has not granted yet.
+#[derive(Clone, Copy, Debug)]
+pub struct PagesToCome {
+    /// Memory to be pinned.
+    pub pinned: PinnedSlice,
+    /// Memory that stays pageable.
+    pub pageable: PinnedSlice,
+    /// Bytes that are faulted in and pinned at once. No two parts share a page.
+    pub part_bytes: usize,
+}
+
 /// Memory, streams, events and copies, without arithmetic.
 pub trait Device: DeviceLibraries {
     /// Description of this device for people: `cpu (AMD EPYC 9B45, 2 threads, avx512)`.
@@ -117,6 +128,12 @@ pub trait Device: DeviceLibraries {
     /// # Errors
     /// `Resource` when the system refuses to lock the memory.
     fn pin(&mut self, memory: PinnedSlice) -> Result<()>;
+
+    /// Begins to pin memory beside steps: [`Device::pin`] of it waits for the rest, and [`Device::unpin`] ends it. Returns false, and does
+    /// nothing, if the device cannot.
+    fn pin_beside_steps(&mut self, _pages: PagesToCome) -> bool {
+        false
+    }
 
     /// Reverts [`Device::pin`], once all enqueued operations have run. The memory may be freed afterwards.
     ///

@@ -31,6 +31,27 @@ impl<D: Kernels> Engine<D> {
         self.plan.save_obstacle().or_else(|| (!self.host.is_backed()).then(|| "the memory of the host is simulated".into()))
     }
 
+    /// Lets all devices begin to pin the memory through which states leave them, and to fault in that for copies of the pool, so that the
+    /// first save waits for no pages.
+    ///
+    /// # Errors
+    /// The failure that ended another rank.
+    pub(crate) fn prepare_saves(&mut self) -> Result<()> {
+        if self.scratch.was_asked_to_pin() || self.plan.placement.save_copies.host == 0 || self.save_obstacle().is_some() {
+            return Ok(());
+        }
+        self.lead(Order::PrepareSave, OrderWords::default())?;
+        self.prepare_own_save();
+        self.await_done()
+    }
+
+    /// Like [`Engine::prepare_saves`], for this rank only.
+    pub(super) fn prepare_own_save(&mut self) {
+        let (layout, copies) = (self.exchange.slices().layout(), self.scratch.copies);
+        let (offloaded, leaving) = (layout.offloaded(), layout.count() - layout.offloaded() - copies.device_slots());
+        self.scratch.begin_to_pin_copies(&mut self.dev, copies.slots() - leaving, offloaded);
+    }
+
     /// Begins a save of the state after the last step on all ranks. The results, one of each rank, read that state, while later steps run:
     /// a step waits only where it would write a state that is not read yet. A save that runs is ended first.
     ///

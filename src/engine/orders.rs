@@ -181,6 +181,10 @@ impl<D: Kernels + Peers> Engine<D> {
             }
             // `obey_save_order` executes these orders.
             Order::Save | Order::ReportPart | Order::FinishPart => Ok(()),
+            Order::PrepareSave => {
+                self.prepare_own_save();
+                Ok(())
+            }
             Order::BeginSave => {
                 let state = self.begin_own_save()?;
                 self.exchange.publish_frozen(state);

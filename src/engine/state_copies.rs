@@ -5,9 +5,13 @@ use crate::device::DeviceSlice;
 use crate::dtype::Dtype;
 use crate::host::pinned::PinnedSlice;
 use crate::optim::state_array::{StateArrays, StatePart};
+use std::ops::Range;
 
 /// Format of the words in which a device copies states.
 const WORD: Dtype = Dtype::Bfloat16;
+
+/// Size of the largest base page of any kernel.
+const PAGE_BYTES_MAX: usize = 64 << 10;
 
 /// Slots, consecutive in each memory. Each has the arrays of one bucket, one after the other.
 #[derive(Clone, Copy, Debug)]
@@ -62,12 +66,17 @@ impl StateCopies {
         Slot(self.slots() + nth)
     }
 
-    /// The memory of all slots of the host from slot `first` on, without the staged ones.
+    /// The memory of the slots `range` of the host, which are not staged.
     ///
     /// # Panics
-    /// If there are fewer than `first` slots.
-    pub(in crate::engine) fn slots_from(&self, first: usize) -> PinnedSlice {
-        self.memory.host.slice(first * self.slot_bytes(), (self.slots() - first) * self.slot_bytes())
+    /// If there are no such slots.
+    pub(in crate::engine) fn memory_of(&self, range: Range<usize>) -> PinnedSlice {
+        self.memory.host.slice(range.start * self.slot_bytes(), range.len() * self.slot_bytes())
+    }
+
+    /// Bytes of a slot if slots are whole pages, else of all slots of the host: no part of this size shares a page with the next one.
+    pub(in crate::engine) fn page_aligned_bytes(&self) -> usize {
+        if self.slot_bytes().is_multiple_of(PAGE_BYTES_MAX) { self.slot_bytes() } else { self.memory.host.bytes() }
     }
 
     fn slot_bytes(&self) -> usize {

@@ -1,6 +1,7 @@
 //! System calls on mapped memory: page sizes, memory nodes, faulting in.
 #![allow(unsafe_code)]
 
+use super::pinned::PinnedSlice;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -34,6 +35,22 @@ pub(crate) fn share_one_heap() {
     unsafe {
         libc::mallopt(libc::M_ARENA_MAX, 1);
     }
+}
+
+/// Faults in the pages of `part` of mapped memory, whose content stays. Does nothing on kernels before 5.14, which have no system call for
+/// it: there, whatever needs the pages faults them in.
+pub(crate) fn fault_in(part: PinnedSlice) -> io::Result<()> {
+    let start = part.addr() / base_page_bytes() * base_page_bytes();
+    // SAFETY: this advice keeps the content of pages.
+    match check(unsafe { libc::madvise(start as *mut _, part.addr() + part.bytes() - start, libc::MADV_POPULATE_WRITE) }.into()) {
+        Err(e) if is_unknown(&e) => Ok(()),
+        other => other,
+    }
+}
+
+/// Whether the kernel does not know a system call or its advice.
+fn is_unknown(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOSYS))
 }
 
 fn check(status: i64) -> io::Result<()> {
@@ -113,7 +130,7 @@ impl Mapping {
     /// Faults pages in. Kernels before 5.14 have no system call for it; there, each page is written.
     pub(super) fn populate(&self, range: Range<usize>) -> io::Result<()> {
         match self.advise(range.clone(), libc::MADV_POPULATE_WRITE) {
-            Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::ENOSYS)) => {
+            Err(e) if is_unknown(&e) => {
                 self.touch(range);
                 Ok(())
             }
@@ -174,6 +191,18 @@ mod tests {
         mapping.populate(0..3 * align + page).unwrap();
         mapping.touch(0..3 * align + page);
         assert!(Mapping::anonymous(usize::MAX, align).is_err());
+    }
+
+    #[test]
+    fn pages_are_granted_and_those_in_use_keep_their_content() {
+        let mut host = super::super::pinned::HostMemory::default();
+        let memory = host.alloc_untouched("pages", 4 * base_page_bytes()).unwrap();
+        host.lend_mut::<u8>(memory.slice(5, 1)).fill(0xa7);
+        fault_in(memory.slice(3, 2 * base_page_bytes())).unwrap();
+        let mut granted = [0u8; 4];
+        // SAFETY: writes a byte for each of four mapped pages.
+        check(unsafe { libc::mincore(memory.addr() as *mut _, memory.bytes(), granted.as_mut_ptr()) }.into()).unwrap();
+        assert_eq!((granted.map(|page| page & 1), host.lend::<u8>(memory.slice(4, 3))), ([1, 1, 1, 0], &[0, 0xa7, 0][..]));
     }
 
     /// A page's bytes, read by the kernel so that an unmapped page is an error instead of a fault.

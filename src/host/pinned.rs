@@ -42,6 +42,11 @@ impl PinnedSlice {
         self.addr
     }
 
+    /// Whether `part` lies completely in this memory.
+    pub(crate) fn contains(self, part: Self) -> bool {
+        self.addr <= part.addr && part.addr + part.bytes <= self.addr + self.bytes
+    }
+
     /// The part of `len` bytes from byte `start` on.
     ///
     /// # Panics

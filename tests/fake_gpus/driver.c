@@ -32,7 +32,9 @@ static Context contexts[GPUS_MAX];
 static __thread Context *stack[16];
 static __thread int depth;
 static Memory memories[1 << 16];
-static int allocated, direct, staged, waits, pinned, longest, before_forward;
+static int allocated, direct, staged, waits, pinned, pinned_beside, longest, before_forward;
+// Ranges of host memory whose pages are locked.
+static struct { u64 start, end; } locks[1 << 12];
 // Of the thread: pulls since the last update or forward pass on its GPU, and whether there was an update.
 static __thread int in_a_row, has_stepped;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -105,6 +107,9 @@ __attribute__((destructor)) static void count(void) {
   for (int i = 0; i < GPUS_MAX; i++) retained += contexts[i].retained;
   printf("fake driver: %d pulls, %d staged, %d waits for others, %d allocations left, %d contexts left, %d calls\n", direct, staged, waits, left, retained, called);
   printf("fake driver took: %d allocations, %d page locks\n", allocated, pinned);
+  int locked = 0;
+  for (int i = 0; i < 1 << 12; i++) locked += locks[i].end > 0;
+  printf("fake driver locked beside steps: %d, and %d were left\n", pinned_beside, locked);
   printf("fake driver was behind by %d operations\n", longest);
   printf("fake driver had %d pulls before a forward pass\n", before_forward);
   for (int gpu = 0; gpu < GPUS_MAX; gpu++) {
@@ -221,9 +226,31 @@ int cuMemFree_v2(u64 address) { FALLIBLE
 }
 int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) { FALLIBLE
   current();
-  return fails("FAKE_NO_PINS", __atomic_add_fetch(&pinned, 1, __ATOMIC_RELAXED)) ? OUT_OF_MEMORY : 0;
+  if (fails("FAKE_NO_PINS", __atomic_add_fetch(&pinned, 1, __ATOMIC_RELAXED))) return OUT_OF_MEMORY;
+  u64 start = (u64)address / 4096 * 4096, end = (u64)address + bytes;
+  char thread[16];
+  pthread_getname_np(pthread_self(), thread, sizeof thread);
+  pthread_mutex_lock(&lock);
+  int free = -1;
+  for (int i = 0; i < 1 << 12; i++) {
+    if (start < locks[i].end && locks[i].start < end) refuse("pages are locked twice");
+    if (!locks[i].end) free = i;
+  }
+  locks[free].start = start, locks[free].end = end;
+  pinned_beside += !strcmp(thread, "page locks");
+  pthread_mutex_unlock(&lock);
+  return 0;
 }
-int cuMemHostUnregister(void *address) { FALLIBLE current(); return 0; }
+int cuMemHostUnregister(void *address) { FALLIBLE
+  current();
+  int found = 0;
+  pthread_mutex_lock(&lock);
+  for (int i = 0; i < 1 << 12; i++)
+    if (locks[i].end && locks[i].start == (u64)address / 4096 * 4096) locks[i].end = 0, found = 1;
+  pthread_mutex_unlock(&lock);
+  if (!found) refuse("pages that are not locked are unlocked");
+  return 0;
+}
 
 int cuMemsetD8Async(u64 to, unsigned char byte, size_t bytes, Stream *stream) { FALLIBLE enqueue_on(stream); own_memory(to, bytes, stream); memset((void *)to, byte, bytes); return 0; }
 int cuMemcpyHtoDAsync_v2(u64 to, void *from, size_t bytes, Stream *stream) { FALLIBLE enqueue_on(stream); own_memory(to, bytes, stream); memcpy((void *)to, from, bytes); return 0; }

@@ -17,6 +17,7 @@ mod modules;
 pub(crate) mod nccl;
 mod open;
 mod packed;
+mod page_locks;
 mod peers;
 mod record;
 mod ring;
@@ -30,7 +31,7 @@ use super::footprint::gpu;
 use super::slice::Allocated;
 use super::{
     Attention, AttentionShape, AttentionWay, DeltaShape, Device, DeviceLibraries, DeviceSlice, Engines, EventId, ExpertProducts, FirstWay,
-    LongSums, MatmulShape, ProductAlgorithm, ProductRequest, Stream,
+    LongSums, MatmulShape, PagesToCome, ProductAlgorithm, ProductRequest, Stream,
 };
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -42,6 +43,7 @@ use crate::units::Bytes;
 use backlog::LOOK_AGAIN;
 use cust::CudaApiVersion;
 use cust::context::Context;
+use cust::device::Device as Gpu;
 use cust::sys;
 use driver::{RawEvent, RawStream, Registered, priorities};
 use error::check;
@@ -52,6 +54,7 @@ use modules::Modules;
 use nccl::NcclCommunicator;
 use open::{capability, count, generation, has_fp8, name, newest_cuda, open, pci_address, visible_gpu};
 use packed::Packed;
+use page_locks::PageLocks;
 use ring::Ring;
 use sdpa::Sdpa;
 use shared_context::{Peering, free};
@@ -84,6 +87,8 @@ pub struct CudaDevice {
     gemm: Gemm,
     graphs: Vec<GraphExec>,
     timeline: Timeline,
+    /// Pages that are being locked beside steps.
+    page_locks: Option<PageLocks>,
     registered: Vec<Registered>,
     allocations: Vec<(String, DeviceSlice)>,
     rings: Vec<(String, Ring)>,
@@ -106,7 +111,7 @@ pub struct CudaDevice {
     /// Scratch memory for partial sums, shared by all kernels of the compute stream. Its content is undefined between kernels.
     scratch: DeviceSlice,
     name: String,
-    gpu: sys::CUdevice,
+    gpu: Gpu,
     context: Context,
 }
 
@@ -222,6 +227,7 @@ impl CudaDevice {
             gemm,
             graphs: Vec::new(),
             timeline,
+            page_locks: None,
             registered: Vec::new(),
             allocations: Vec::new(),
             rings: Vec::new(),
@@ -237,7 +243,7 @@ impl CudaDevice {
             hopper: !options.portable && open::generation(gpu.as_raw())? == open::HOPPER,
             scratch: DeviceSlice::at(0, 0, Dtype::Float32),
             name,
-            gpu: gpu.as_raw(),
+            gpu,
             context,
         };
         dev.scratch = dev.alloc("kernels' scratch", gpu::SCRATCH_BYTES / 4, Dtype::Float32)?;
@@ -247,7 +253,7 @@ impl CudaDevice {
     /// Whether a kernel performs this copy: see [`Stream::copies_words`].
     fn may_copy_words(&self, stream: Stream, device: DeviceSlice, host: PinnedSlice) -> bool {
         let words = || [device.addr(), host.addr() as u64, host.bytes() as u64].iter().all(|n| n.is_multiple_of(4));
-        stream.copies_words() && words() && self.registered.iter().any(|registered| registered.contains(host))
+        stream.copies_words() && words() && self.registered.iter().any(|registered| registered.memory().contains(host))
     }
 
     /// Waits for the compute stream, so that other streams may use its results at once.
@@ -389,7 +395,7 @@ impl Device for CudaDevice {
     fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice> {
         let [ringed, period] = [shape.ringed_elems, shape.period_elems].map(|elems| elems * dtype.bytes());
         let bytes = (elems * dtype.bytes()).next_multiple_of(gpu::RING_CHUNK_BYTES);
-        let ring = Ring::new(name, bytes, ringed, period, self.gpu)?;
+        let ring = Ring::new(name, bytes, ringed, period, self.gpu.as_raw())?;
         let slice = self.allocated.add(DeviceSlice::at(ring.addr, elems, dtype));
         self.rings.push((name.into(), ring));
         self.fill_zero(slice)?;
@@ -421,15 +427,29 @@ impl Device for CudaDevice {
     }
 
     fn pin(&mut self, memory: PinnedSlice) -> Result<()> {
-        if memory.bytes() > 0 {
-            self.registered.push(Registered::new(memory)?);
+        match self.page_locks.as_mut().filter(|locks| locks.memory() == memory) {
+            Some(locks) => {
+                let locked = locks.take();
+                if locked.is_err() {
+                    self.page_locks = None;
+                }
+                self.registered.extend(locked?);
+            }
+            None if memory.bytes() > 0 => self.registered.push(Registered::new(memory)?),
+            None => {}
         }
         Ok(())
     }
 
+    fn pin_beside_steps(&mut self, pages: PagesToCome) -> bool {
+        self.page_locks = PageLocks::begin(self.gpu, pages).ok();
+        self.page_locks.is_some()
+    }
+
     fn unpin(&mut self, memory: PinnedSlice) -> Result<()> {
+        drop(self.page_locks.take_if(|locks| locks.memory() == memory));
         self.finish_streams()?;
-        self.registered.retain(|registered| !registered.contains(memory));
+        self.registered.retain(|registered| !memory.contains(registered.memory()));
         Ok(())
     }
 
@@ -461,7 +481,7 @@ impl Device for CudaDevice {
     }
 
     fn prepare_fp8(&mut self) -> Result<()> {
-        has_fp8(capability(self.gpu)?)?;
+        has_fp8(capability(self.gpu.as_raw())?)?;
         self.gemm.check_fp8()
     }
 

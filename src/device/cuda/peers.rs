@@ -79,7 +79,7 @@ impl Peers for CudaDevice {
             allocations: std::mem::take(&mut self.allocations),
             rings: std::mem::take(&mut self.rings),
             allocated: self.allocated.clone(),
-            gpu: self.gpu,
+            gpu: self.gpu.as_raw(),
             context: self.context.clone(),
         })
     }
@@ -104,9 +104,9 @@ impl Peers for CudaDevice {
         let own = rank_context.rank;
         let meet = |shared_context: Arc<SharedContext>| {
             // For peers in other processes `peer_handles` holds this GPU's own handle.
-            let is_own = shared_context.gpu == self.gpu;
-            let is_direct = is_own || open_link(self.gpu, &shared_context)?;
-            if !is_own && may_read(shared_context.gpu, self.gpu)? {
+            let is_own = shared_context.gpu == self.gpu.as_raw();
+            let is_direct = is_own || open_link(self.gpu.as_raw(), &shared_context)?;
+            if !is_own && may_read(shared_context.gpu, self.gpu.as_raw())? {
                 peer_handles[own].rings.iter().try_for_each(|(name, ring)| ring.allow(name, shared_context.gpu))?;
             }
             Ok(PeerGpu { shared_context, is_direct })

@@ -54,7 +54,7 @@ fn alloc_managed(dev: &mut CudaDevice, name: &str, elems: usize, dtype: Dtype) -
     check(unsafe { sys::cuMemAllocManaged(&mut addr, bytes, ATTACH_GLOBAL) }, operation)?;
     let slice = dev.allocated.add(DeviceSlice::at(addr, elems, dtype));
     dev.allocations.push((name.into(), slice));
-    for (advice, processor) in [(PREFERRED_LOCATION, HOST), (ACCESSED_BY, dev.gpu)] {
+    for (advice, processor) in [(PREFERRED_LOCATION, HOST), (ACCESSED_BY, dev.gpu.as_raw())] {
         // SAFETY: just allocated, of this size.
         check(unsafe { sys::cuMemAdvise(addr, bytes, advice, processor) }, operation)?;
     }
@@ -71,7 +71,7 @@ pub(super) fn prefetch(dev: &mut CudaDevice, stream: Stream, memory: DeviceSlice
         return Ok(());
     }
     let target = match space {
-        MemorySpace::Device => dev.gpu,
+        MemorySpace::Device => dev.gpu.as_raw(),
         MemorySpace::Host => HOST,
     };
     dev.timed(stream, prefetch_span(space), |raw| {

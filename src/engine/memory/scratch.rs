@@ -6,7 +6,7 @@ use super::permanent::Memory;
 use super::weight_flow::{Source, WeightFlow};
 use crate::bucket::layout::Tier;
 use crate::bucket::slices::Slices;
-use crate::device::{Device, DeviceSlice, Kernels, Lease, Sides};
+use crate::device::{Device, DeviceSlice, Kernels, Lease, PagesToCome, Sides};
 use crate::dtype::Dtype;
 use crate::engine::late_rows::LateRows;
 use crate::engine::state_copies::{CopyMemory, StateCopies};
@@ -30,7 +30,7 @@ pub(in crate::engine) struct StepScratch {
     /// Slots for copies of states that wait to be saved.
     pub(in crate::engine) copies: StateCopies,
     /// The slots that are pinned from the first save on: those for states that leave the device from their own memory.
-    pinned_copies: Option<PinnedSlice>,
+    pinned_copies: PinnedCopies,
     /// fp32 staging buffers for one bucket in each direction, if the device casts.
     pub(in crate::engine) staging_d2h: DeviceSlice,
     pub(in crate::engine) staging_h2d: DeviceSlice,
@@ -39,6 +39,17 @@ pub(in crate::engine) struct StepScratch {
     /// Late rows, if buckets leave early.
     pub(in crate::engine) rows: Option<LateRows>,
     lease: Lease,
+}
+
+/// Whether slots for copies are pinned.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum PinnedCopies {
+    No,
+    /// The device does not pin them beside steps.
+    Declined,
+    /// The device pins them beside steps.
+    Begun(PinnedSlice),
+    Yes(PinnedSlice),
 }
 
 impl StepScratch {
@@ -89,7 +100,8 @@ impl StepScratch {
         let boundaries = Boundaries::new(plan, (dev, host), lease)?;
         let FrozenWeights(frozen) = permanent.frozen;
         let model = Arc::new(Model::new(shape.clone(), ParamMemory { weights, grads, frozen }, activations)?);
-        Ok((Self { step, copies, pinned_copies: None, staging_d2h, staging_h2d, boundaries, rows, lease: Lease::default() }, model, flow))
+        let (pinned_copies, lease) = (PinnedCopies::No, Lease::default());
+        Ok((Self { step, copies, pinned_copies, staging_d2h, staging_h2d, boundaries, rows, lease }, model, flow))
     }
 
     /// Frees all of the memory. It must not be used afterwards.
@@ -97,19 +109,40 @@ impl StepScratch {
     /// # Errors
     /// Errors of the device.
     pub(in crate::engine) fn give_back<D: Device>(&mut self, (dev, host): Sides<'_, D>) -> Result<()> {
-        self.pinned_copies.take().map_or(Ok(()), |memory| dev.unpin(memory))?;
+        if let PinnedCopies::Begun(memory) | PinnedCopies::Yes(memory) = std::mem::replace(&mut self.pinned_copies, PinnedCopies::No) {
+            dev.unpin(memory)?;
+        }
         self.lease.give_back(dev, host)
     }
 
-    /// Pins all slots for copies from slot `first` on, once. Threads fault their pages in before. Returns whether they are pinned: a system
-    /// that refuses to lock the memory has the same copies by way of another buffer.
-    pub(in crate::engine) fn pin_copies<D: Device>(&mut self, (dev, host): Sides<'_, D>, first: usize) -> bool {
-        if self.pinned_copies.is_none() {
-            let memory = self.copies.slots_from(first);
-            let pinned = host.fault_in_part(memory).and_then(|()| dev.pin(memory));
-            self.pinned_copies = pinned.is_ok().then_some(memory);
+    /// Lets the device begin to pin the slots for copies from slot `first` on, and to fault in the first `pageable` of the slots before them,
+    /// beside steps.
+    ///
+    /// # Panics
+    /// If there are no such slots.
+    pub(in crate::engine) fn begin_to_pin_copies<D: Device>(&mut self, dev: &mut D, first: usize, pageable: usize) {
+        if self.pinned_copies == PinnedCopies::No {
+            let pinned = self.copies.memory_of(first..self.copies.slots());
+            let pageable = self.copies.memory_of(0..pageable.min(first));
+            let has_begun = dev.pin_beside_steps(PagesToCome { pinned, pageable, part_bytes: self.copies.page_aligned_bytes() });
+            self.pinned_copies = if has_begun { PinnedCopies::Begun(pinned) } else { PinnedCopies::Declined };
         }
-        self.pinned_copies.is_some()
+    }
+
+    /// Whether the device was asked to pin slots.
+    pub(in crate::engine) fn was_asked_to_pin(&self) -> bool {
+        self.pinned_copies != PinnedCopies::No
+    }
+
+    /// Pins all slots for copies from slot `first` on, once. Threads fault in the pages that are not there yet. Returns whether the slots
+    /// are pinned: a system that refuses to lock the memory has the same copies by way of another buffer.
+    pub(in crate::engine) fn pin_copies<D: Device>(&mut self, (dev, host): Sides<'_, D>, first: usize) -> bool {
+        if !matches!(self.pinned_copies, PinnedCopies::Yes(_)) {
+            let memory = self.copies.memory_of(first..self.copies.slots());
+            let pinned = host.fault_in_part(memory).and_then(|()| dev.pin(memory));
+            self.pinned_copies = if pinned.is_ok() { PinnedCopies::Yes(memory) } else { PinnedCopies::Declined };
+        }
+        matches!(self.pinned_copies, PinnedCopies::Yes(_))
     }
 }
 

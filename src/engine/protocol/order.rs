@@ -39,10 +39,12 @@ pub(crate) enum Order {
     FinishPart,
     /// Write weights of frozen tensors in MXFP4 from the mail buffer, codes first. Arguments: first element, elements.
     WritePacked,
+    /// Begin to pin memory for copies of states, for the saves to come.
+    PrepareSave,
 }
 
 impl Order {
-    const ALL: [Self; 17] = [
+    const ALL: [Self; 18] = [
         Self::Step,
         Self::Flush,
         Self::Init,
@@ -60,6 +62,7 @@ impl Order {
         Self::ReportPart,
         Self::FinishPart,
         Self::WritePacked,
+        Self::PrepareSave,
     ];
 
     /// The order of this number, if there is one.
@@ -77,7 +80,7 @@ impl Order {
             Self::Evaluate => "is evaluating",
             Self::Finish => "is ending its threads",
             Self::Replan => "is moving states",
-            Self::Save | Self::BeginSave | Self::EndSave | Self::ReportPart | Self::FinishPart => "is saving",
+            Self::Save | Self::PrepareSave | Self::BeginSave | Self::EndSave | Self::ReportPart | Self::FinishPart => "is saving",
         }
     }
 }

@@ -27,6 +27,10 @@ impl<D: Kernels> Session<D> {
     /// As [`Session::save_if_new`], and the errors of a save that ran beside the steps.
     pub(crate) fn save_if_due(&mut self, observer: &mut dyn Observer) -> Result<()> {
         self.go_on_saving(observer)?;
+        let (step, every) = (self.engine.train_step(), self.settings.save_steps);
+        if self.plan.site.save_memory != SaveMemory::Off && (step / every + 1) * every < self.schedule.max_steps {
+            self.engine.prepare_saves().inspect_err(|_| self.is_sound = false)?;
+        }
         if self.engine.train_step().is_multiple_of(self.settings.save_steps) {
             let start = Instant::now();
             self.save_unless_saved(!self.is_done(), observer)?;
