@@ -9,6 +9,8 @@
 constexpr unsigned THREADS = 256;
 // Columns that a thread takes at once. Rows begin at multiples of 8 columns.
 constexpr unsigned GROUP = 4;
+// Groups of a row that a thread of masked_softmax keeps in registers: rows of 4096 columns.
+constexpr unsigned KEPT = 4;
 
 struct Tile {
     // Heads: see ScoreTile.
@@ -52,42 +54,61 @@ __device__ __forceinline__ void store_group(const float (&x)[GROUP], T* to) {
     Vec<T, GROUP>::narrow(x).store(to);
 }
 
-// Reads the seen scores twice, from memory once where a row fits the cache, and writes all columns: 16384 rows of 2304 scores are 227 MB, 53 us at
-// 4.3 TB/s.
+// Reads the seen scores, from memory once where a row has at most KEPT groups for each thread or fits the cache, and writes all columns: 16384
+// rows of 2304 scores are 227 MB, 53 us at 4.3 TB/s.
 template <typename T, typename Cap>
 __device__ __forceinline__ void masked_softmax(const float* scores, T* probabilities, float* lse, const Tile t, Cap cap) {
     const Row row(t);
     scores += row.at;
-    float top = -INFINITY, sum = 0.0f;
-    for (unsigned column = row.begin / GROUP * GROUP + threadIdx.x * GROUP; column < row.end; column += THREADS * GROUP) {
+    // Scores of columns that the query does not see are minus infinity.
+    const auto load_scores = [&](unsigned column, float (&x)[GROUP]) {
+        const bool is_seen = column < row.end && column + GROUP > row.begin;
+        if (is_seen) load_group(scores + column, x);
+#pragma unroll
+        for (unsigned i = 0; i < GROUP; i++) x[i] = is_seen && row.sees(column + i) ? cap(x[i] * t.scale).value : -INFINITY;
+    };
+    float kept[KEPT][GROUP], top = -INFINITY;
+#pragma unroll
+    for (unsigned group = 0; group < KEPT; group++) {
+        load_scores((group * THREADS + threadIdx.x) * GROUP, kept[group]);
+#pragma unroll
+        for (unsigned i = 0; i < GROUP; i++) top = fmaxf(top, kept[group][i]);
+    }
+    const unsigned after_kept = (KEPT * THREADS + threadIdx.x) * GROUP;
+    for (unsigned column = after_kept; column < row.end; column += THREADS * GROUP) {
         float x[GROUP];
-        load_group(scores + column, x);
-        float larger = top;
+        load_scores(column, x);
 #pragma unroll
-        for (unsigned i = 0; i < GROUP; i++) {
-            x[i] = row.sees(column + i) ? cap(x[i] * t.scale).value : -INFINITY;
-            larger = fmaxf(larger, x[i]);
-        }
-        // As long as all are minus infinity their exponentials are 0, not those of NaN.
-        const float base = larger == -INFINITY ? 0.0f : larger;
-        sum *= exp_exact(top - base);
-#pragma unroll
-        for (unsigned i = 0; i < GROUP; i++) sum += exp_exact(x[i] - base);
-        top = larger;
+        for (unsigned i = 0; i < GROUP; i++) top = fmaxf(top, x[i]);
     }
     const float largest = reduce_block<THREADS>(top, [](float a, float b) { return fmaxf(a, b); });
-    const float base = largest == -INFINITY ? 0.0f : largest;
-    sum = reduce_block<THREADS>(sum * exp_exact(top - base), [](float a, float b) { return a + b; });
-    const float inverse = __frcp_rn(sum);
-    for (unsigned column = threadIdx.x * GROUP; column < t.keys; column += THREADS * GROUP) {
-        float x[GROUP] = {};
-        if (column < row.end && column + GROUP > row.begin) {
-            load_group(scores + column, x);
+    const auto exponential = [&](float x) { return x == -INFINITY ? 0.0f : exp_nonpositive(x - largest); };
+    float sum = 0.0f;
 #pragma unroll
-            for (unsigned i = 0; i < GROUP; i++) {
-                x[i] = row.sees(column + i) ? exp_exact(cap(x[i] * t.scale).value - base) * inverse : 0.0f;
-            }
-        }
+    for (unsigned group = 0; group < KEPT; group++) {
+#pragma unroll
+        for (unsigned i = 0; i < GROUP; i++) sum += kept[group][i] = exponential(kept[group][i]);
+    }
+    for (unsigned column = after_kept; column < row.end; column += THREADS * GROUP) {
+        float x[GROUP];
+        load_scores(column, x);
+#pragma unroll
+        for (unsigned i = 0; i < GROUP; i++) sum += exponential(x[i]);
+    }
+    sum = reduce_block<THREADS>(sum, [](float a, float b) { return a + b; });
+    const float inverse = __frcp_rn(sum);
+#pragma unroll
+    for (unsigned group = 0; group < KEPT; group++) {
+        const unsigned column = (group * THREADS + threadIdx.x) * GROUP;
+#pragma unroll
+        for (unsigned i = 0; i < GROUP; i++) kept[group][i] *= inverse;
+        if (column < t.keys) store_group(kept[group], probabilities + row.at + column);
+    }
+    for (unsigned column = after_kept; column < t.keys; column += THREADS * GROUP) {
+        float x[GROUP];
+        load_scores(column, x);
+#pragma unroll
+        for (unsigned i = 0; i < GROUP; i++) x[i] = exponential(x[i]) * inverse;
         store_group(x, probabilities + row.at + column);
     }
     if (threadIdx.x == 0) lse[row.place(t)] = largest + logf(sum);
@@ -115,7 +136,7 @@ __device__ __forceinline__ void softmax_backward(
             for (unsigned i = 0; i < GROUP; i++) {
                 const bool seen = row.sees(column + i);
                 const Capped score = cap(p[i] * t.scale);
-                p[i] = seen ? exp_exact(score.value - row_lse) : 0.0f;
+                p[i] = seen ? exp_nonpositive(score.value - row_lse) : 0.0f;
                 ds[i] = seen ? p[i] * (ds[i] - delta) * score.slope * t.scale : 0.0f;
             }
         }

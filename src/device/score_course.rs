@@ -160,21 +160,21 @@ mod tests {
             let course = course(shape);
             (course.lanes, course.members, course.across_sequences)
         };
-        // 25 MB a head: 4 key heads of 8 query heads each.
-        assert_eq!(of(WIDE), (4, 8, false));
+        // 50 MB a head: 4 key heads, and 4 of the 8 query heads of each.
+        assert_eq!(of(WIDE), (4, 4, false));
         assert_eq!(of(AttentionShape { batch: 8, seq_length: 1024, ..WIDE }), (8, 8, true));
-        // 0.8 GB a head.
+        // 1.6 GB a head, and 0.4 GB.
         assert_eq!(of(AttentionShape { batch: 1, seq_length: 131_072, ..WIDE }), (1, 1, false));
-        assert_eq!(of(AttentionShape { batch: 1, seq_length: 32_768, ..WIDE }), (4, 1, false));
+        assert_eq!(of(AttentionShape { batch: 1, seq_length: 32_768, ..WIDE }), (2, 1, false));
     }
 
     #[test]
     fn the_workspace_is_that_of_scores_and_sums() {
-        let scores = 4 * 8 * 512 * 4096;
+        let scores = 4 * 4 * 1024 * 4096;
         assert_eq!(course(WIDE).bytes(), ScoreBytes { wide: 4 * scores, narrow: 2 * scores, sums: 4 * 4096 * 512 * 4 });
-        // 512 queries, 1024 keys before them, and up to 127 keys because the first is a multiple of 128.
+        // 1024 queries, 1024 keys before them, and up to 127 keys because the first is a multiple of 128.
         let windowed = course(AttentionShape { window: Some(1024), ..WIDE }).bytes();
-        assert_eq!(windowed.narrow, 2 * 4 * 8 * 512 * 1664);
+        assert_eq!(windowed.narrow, 2 * 4 * 8 * 1024 * 2176);
         let odd = course(AttentionShape { batch: 1, seq_length: 67, heads: 3, kv_heads: 1, head_dim: 7, ..WIDE }).bytes();
         assert_eq!(odd, ScoreBytes { wide: 3 * 67 * 72 * 4 + 224, narrow: 3 * 67 * 72 * 2 + 240, sums: 67 * 7 * 4 + 172 });
     }

@@ -9,7 +9,7 @@ use super::record::{
 };
 use super::{Numerics, Recipe, RowOrder, Schedule, StepShape};
 use crate::data::checksum::hex;
-use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums};
+use crate::device::{Attention, DeviceKind, ExpertProducts, LongSums, PRODUCT_BLOCK};
 use crate::model::fp8;
 use crate::model::head_rows::HeadRows;
 use crate::model::shape::ModelShape;
@@ -120,13 +120,14 @@ fn of_numerics(numerics: &Numerics) -> Vec<RecipeField> {
         inverse_rollback,
     } = numerics;
     let formats = format!("{dtype}, moments in {moments}");
+    let products = format!("products of {PRODUCT_BLOCK} queries");
     let by = match attention {
         Attention::Plain => "plain",
         Attention::Cudnn { deterministic: true } => "cudnn",
         Attention::Cudnn { deterministic: false } => "cudnn, nondeterministic",
-        Attention::Products => "products",
-        Attention::CudnnOrProducts { deterministic: true } => "cudnn or products",
-        Attention::CudnnOrProducts { deterministic: false } => "cudnn or products, nondeterministic",
+        Attention::Products => &products,
+        Attention::CudnnOrProducts { deterministic: true } => &format!("cudnn or {products}"),
+        Attention::CudnnOrProducts { deterministic: false } => &format!("cudnn or {products}, nondeterministic"),
     };
     let matmul = if fp8 { fp8::RECIPE } else { PLAIN_MATMUL };
     let of_moments = Record { part: RunPart::Moments.name(), key: None, value: json!(moments), before: Some(json!(Moments::Float32)) };

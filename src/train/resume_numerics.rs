@@ -98,7 +98,7 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, on_gpu: bool, obser
 fn attention(then: Option<&Value>) -> AttentionChoice {
     match then.and_then(Value::as_str) {
         Some("plain") => AttentionChoice::Plain,
-        Some("products") => AttentionChoice::Products,
+        Some(then) if then.starts_with("products") => AttentionChoice::Products,
         _ => AttentionChoice::Auto,
     }
 }
@@ -255,10 +255,10 @@ mod tests {
 
     #[test]
     fn a_run_resumes_with_its_attention() {
-        let names = [Some(json!("plain")), Some(json!("products")), Some(json!("cudnn")), Some(json!("cudnn or products")), None];
-        let kept = names.map(|then| attention(then.as_ref()));
-        let auto = AttentionChoice::Auto;
-        assert_eq!(kept, [AttentionChoice::Plain, AttentionChoice::Products, auto, auto, auto]);
+        let then = ["plain", "products of 1024 queries", "products", "cudnn", "cudnn or products of 1024 queries"];
+        let kept = then.map(|then| attention(Some(&json!(then))));
+        let (products, auto) = (AttentionChoice::Products, AttentionChoice::Auto);
+        assert_eq!((kept, attention(None)), ([AttentionChoice::Plain, products, products, auto, auto], auto));
     }
 
     #[test]

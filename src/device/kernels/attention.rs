@@ -35,10 +35,15 @@ pub struct AttentionShape {
 }
 
 /// Queries of a block of attention by products.
-pub(crate) const PRODUCT_BLOCK: usize = 512;
+pub(crate) const PRODUCT_BLOCK: usize = 1024;
 /// Bytes that the softmax of attention by products reads and writes for a score, forward and backward, in a 16-bit format: raw scores and gradients
 /// of probabilities in fp32, probabilities and gradients of scores in that format.
-const SCORE_BYTES: [f64; 2] = [4.0 + 2.0, 2.0 * (4.0 + 2.0)];
+const SOFTMAX_BYTES: [f64; 2] = [4.0 + 2.0, 2.0 * (4.0 + 2.0)];
+/// Bytes that the products read and write for a score, forward and backward: they write raw scores and gradients of probabilities, and read
+/// probabilities once and gradients of scores twice.
+const PRODUCT_BYTES: [f64; 2] = [4.0 + 2.0, 2.0 * 4.0 + 3.0 * 2.0];
+/// Time of a softmax with a soft cap, relative to that of its bytes (Gemma-2-9B on an H200: `h200-kernels.jsonl`).
+const CAPPED_SLOWDOWN: f64 = 1.8;
 
 /// Tokens of a sequence up to which cuDNN's backward pass is not divided into blocks, whatever the number of heads.
 const WHOLE_BACKWARD: usize = 8192;
@@ -135,7 +140,7 @@ impl AttentionShape {
         by_products.then(|| self.costs_of_products().map(seconds))
     }
 
-    /// FLOPs of the products of a forward pass and of a backward pass, and the bytes of the passes over scores between them.
+    /// FLOPs of the products of a forward pass and of a backward pass, and the bytes of scores, as many as their time equals.
     fn costs_of_products(&self) -> [[f64; 2]; 2] {
         let block = self.seq_length.min(PRODUCT_BLOCK);
         // Mean keys of a block: half of all, and the keys of the block itself; or those of a window.
@@ -143,7 +148,9 @@ impl AttentionShape {
         let keys = ((self.seq_length - block) as f64 / 2.0).min(before) + block as f64;
         let scores = (self.tokens() * self.heads) as f64 * keys;
         let product = 2.0 * scores * self.head_dim as f64;
-        [[2.0 * product, scores * SCORE_BYTES[0]], [5.0 * product, scores * SCORE_BYTES[1]]]
+        let slowdown = if self.softcap.is_some() { CAPPED_SLOWDOWN } else { 1.0 };
+        let bytes = |pass: usize| scores * (PRODUCT_BYTES[pass] + slowdown * SOFTMAX_BYTES[pass]);
+        [[2.0 * product, bytes(0)], [5.0 * product, bytes(1)]]
     }
 
     /// FLOP/s of the forward pass.
