@@ -408,15 +408,16 @@ fn gpus_of_which_one_gets_no_memory_for_another_plan_go_on_with_the_old_one() {
     }
 }
 
-/// Each third allocation of the first other plan fails once, or each one in a full sweep, and each page lock. The old plan stays, with the
-/// same bits.
+/// Each third allocation of the first other plan fails once, or each one in a full sweep, and each page lock or, with several GPUs, each
+/// third one. The old plan stays, with the same bits.
 fn keeps_the_old_plan_without_memory(more: &[&str]) {
     let flags = |replan| [&["--seed=1", "--save-memory=off", replan], more].concat();
     let kept = train(&[], &flags("--replan=off"));
     let at_start = taken(&kept);
+    let each_pin = if more.contains(&"--gpus=1") { 1 } else { sweep(3, 1) };
     for (which, variable) in ["FAKE_NO_MEMORY", "FAKE_NO_PINS"].into_iter().enumerate() {
         let mut refused = 0;
-        for nth in (at_start[which] + 1..).step_by([sweep(3, 1), 1][which]) {
+        for nth in (at_start[which] + 1..).step_by([sweep(3, 1), each_pin][which]) {
             let outcome = train(&[(variable, &nth.to_string())], &flags("--replan=random"));
             counted(&outcome);
             if outcome.stdout.contains(": another plan in ") {

@@ -16,8 +16,10 @@ pub const TOKEN: (&str, &str) = ("SUPEROFFLOAD_RUN_TOKEN", "a token that nobody 
 pub const LAUNCHERS: [&str; 6] =
     ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"];
 
-/// Buckets of 16 KiB and twelve micro-batches with a share each, for any number of devices that divides twelve.
-const CUT: [&str; 5] = ["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5", "--gradient-shares=12", "--threads=1"];
+/// Buckets of 16 KiB and twelve micro-batches with a share each, for any number of devices that divides twelve. A save takes each rank more
+/// time than a step.
+const CUT: [&str; 6] =
+    ["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5", "--gradient-shares=12", "--threads=1", "--save-steps=6"];
 
 /// Weights sharded over the ranks of each process, and over all ranks.
 #[cfg(feature = "weight-flow")]

@@ -29,7 +29,10 @@ pub(super) struct FilePiece {
 impl FilePiece {
     /// Begins an empty piece at `offset` in the file.
     fn begin(&mut self, offset: u64) {
-        self.memory.resize(PIECE_BYTES + 2 * DIRECT_ALIGN, 0);
+        if self.memory.is_empty() {
+            // Zeros of the system: of a file that is shorter than a piece, the rest of the memory is never touched.
+            self.memory = vec![0; PIECE_BYTES + 2 * DIRECT_ALIGN];
+        }
         let aligned = self.memory.as_ptr().align_offset(DIRECT_ALIGN);
         (self.start, self.bytes, self.offset) = (aligned + offset as usize % DIRECT_ALIGN, 0, offset);
     }

@@ -18,6 +18,10 @@ use crate::memory::MemorySpace;
 use crate::optim::adam::{AdamConsts, AdamHyper};
 use crate::optim::optimizer::{Optimizer, Update};
 use std::ops::Range;
+use std::time::Duration;
+
+/// Pause of a scheduled driver between two looks at a save.
+const READ_BY_SAVE_PAUSE: Duration = Duration::from_micros(200);
 
 impl<D: Kernels> Engine<D> {
     /// Runs the event loop until `ready`. `activity` describes the wait; `number` is its bucket, if it has one.
@@ -42,8 +46,8 @@ impl<D: Kernels> Engine<D> {
             if self.advance_one()? || progressed {
                 self.exchange.pass()?;
             } else if is_read {
-                // Threads that are not scheduled read the state.
-                std::thread::yield_now();
+                // Threads that are not scheduled read the state, most often at the rate of a disk: a poll without a pause takes a CPU.
+                std::thread::sleep(READ_BY_SAVE_PAUSE);
                 self.exchange.pass()?;
             } else if is_scheduled {
                 self.exchange.pass_idle()?;

@@ -177,6 +177,11 @@ pub(crate) mod tests {
     use crate::planner::plan::Plan;
     use std::path::{Path, PathBuf};
 
+    /// A model with the layers of the built-in one, and a fifteenth of its parameters.
+    pub(crate) const SMALL_MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/small-model");
+    /// A text for it.
+    pub(crate) const SMALL_MODEL_TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/small-model/text.txt");
+
     /// Two steps of the built-in model on a few tokens, in `dir`.
     pub(super) fn tiny(dir: &Path) -> Settings {
         Settings {
@@ -210,7 +215,8 @@ pub(crate) mod tests {
     /// Like [`four_steps`], with `arm` applied to the output directory meanwhile.
     fn four_steps_with(arm: impl FnOnce(PathBuf)) -> (Vec<String>, u64, Vec<(&'static str, PathBuf)>) {
         let dir = tempfile::tempdir().unwrap();
-        let settings = Settings { train_length: TrainLength::Steps(4), ..tiny(dir.path()) };
+        let (model, data) = (Some(SMALL_MODEL.into()), vec![SMALL_MODEL_TEXT.into()]);
+        let settings = Settings { model, data, train_length: TrainLength::Steps(4), ..tiny(dir.path()) };
         let mut messages = RecordingObserver::default();
         arm(settings.output_dir.clone());
         let summary = train(&settings, &StopFlag::default(), &mut messages);

@@ -644,7 +644,7 @@ fn every_invariant_is_missed_when_it_is_broken() {
 fn a_broken_invariant_is_detected_at_the_next_event_or_with_many_buckets_a_few_later() {
     let rules = Rules { policy: Policy::ValidateFirst, adaptive: false, deadline_order: false, early_commit: false };
     let staging = Staging { ringed_grads: false, grad_slots: 5, param_slots: 2, streamed_weights: false, split_masters: false };
-    for (buckets, events) in [(4, 1), (64, 1), (65, 2), (300, 5)] {
+    for (buckets, events) in [(4, 1), (16, 1), (17, 2), (300, 19)] {
         let mut c = Coordinator::new(BucketLayout::new(buckets * BLOCK, BLOCK, Tier::Host), rules, staging);
         c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
         c.unchecked = 0;

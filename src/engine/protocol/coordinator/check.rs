@@ -6,7 +6,7 @@ use super::law::{Hold, Late, Tally};
 use super::{Coordinator, JobKind, Policy, Verdict};
 
 /// Up to this number of buckets, the check runs after every event. With N times as many buckets it runs after every N-th event.
-const BUCKETS_AT_ONCE: usize = 64;
+const BUCKETS_AT_ONCE: usize = 16;
 
 impl Coordinator {
     /// Runs [`Coordinator::check`] so rarely that its mean cost an event does not depend on the number of buckets.
@@ -57,8 +57,8 @@ impl Coordinator {
             Settled | Speculated | Phase::Queued(_) => b.late == Late::Nothing,
         };
         assert!(may_lack && (b.late != Late::Rows || self.verdict.is_none()), "bucket {bucket}: {b:?} and its late rows");
-        let may_be_early = self.speculating && self.layout.early().contains(&bucket);
-        assert!(b.late == Late::Nothing || may_be_early, "bucket {bucket}: {b:?} left early");
+        let may_be_early = || self.speculating && self.layout.early().contains(&bucket);
+        assert!(b.late == Late::Nothing || may_be_early(), "bucket {bucket}: {b:?} left early");
         let dropped = self.verdict == Some(Verdict::SkipNonFinite) && matches!(b.phase, Ready | Arrived);
         assert!(!dropped, "bucket {bucket}: {:?} in a step that is skipped", b.phase);
     }
