@@ -150,7 +150,7 @@ fn experts(Moe { experts, top_k, ffn: _, activation, rule, router_bias, correcte
         }
     };
     let clamped = match activation {
-        ExpertActivation::Swiglu => Value::Null,
+        ExpertActivation::Swiglu | ExpertActivation::Geglu => Value::Null,
         ExpertActivation::Clamped { alpha, limit } => json!({"alpha": shortest(alpha), "limit": shortest(limit)}),
     };
     let mut record = json!({"count": experts, "per_token": top_k, "weights": rule, "clamped": clamped, "router_bias": router_bias});

@@ -13,7 +13,7 @@ use super::linear::weight_product;
 use super::params::{LayerParams, LinearParams, Param};
 use super::shared_expert::SharedExpert;
 use crate::device::{
-    BiasBackward, ClampedSwiglu, Combine, DeviceSlice, Dispatch, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot,
+    BiasBackward, ClampedSwiglu, Combine, DeviceSlice, Dispatch, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, Geglu,
     GroupedMatmul, GroupedShape, Kernels, Matmul, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward, RouterBalance,
     RouterLogits, SegmentSums, Segments, Swiglu, Zero,
 };
@@ -106,6 +106,7 @@ impl MoeLayer<'_> {
         let gate_up = self.act.mlp_in;
         match self.moe.activation {
             ExpertActivation::Swiglu => dev.launch(Swiglu { gate_up, out: act, cols: self.moe.ffn.width })?,
+            ExpertActivation::Geglu => dev.launch(Geglu { gate_up, out: act, cols: self.moe.ffn.width })?,
             ExpertActivation::Clamped { alpha, limit } => dev.launch(ClampedSwiglu { gate_up, out: act, alpha, limit })?,
         }
         self.product(dev, MatmulLayout::Nt, mlp_out, [act, mlp_out.weight.value, rows], false)?;
