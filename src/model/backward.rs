@@ -111,7 +111,10 @@ impl Model {
 
     fn backward_experts<D: Kernels>(&self, dev: &mut D, layer: usize, experts: &MoeLayer<'_>, micro: MicroStep) -> Result<()> {
         let (params, act, all) = (&self.layers[layer], &self.activations.layers[layer], &self.activations);
-        experts.backward(dev, all, micro)?;
+        let grads = ResidualGrads { dresidual: all.dresidual, dnorm: all.dnorm, scale: None };
+        let last = (&params.mlp_out, params.post_mlp_norm.map(|norm| (norm, act.post_mlp)));
+        let dout = self.branch_gradient(dev, layer, grads, last, micro.first)?;
+        experts.backward(dev, all, dout, micro)?;
         let Some(norm) = &params.mlp_norm else { return Ok(()) };
         let (kind, input) = (self.shape.layers[layer].norm, (act.mid, act.mlp_norm.stats));
         norm_backward(dev, kind, norm, input, (all.dnorm, all.dresidual), micro.first, params.attn_out.gradient_scale(LastWriter::Above))

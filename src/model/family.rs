@@ -190,6 +190,8 @@ pub(crate) enum ExpertFiles {
 /// Orientation of the matrices in a stacked tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Orientation {
+    /// `[experts, out, in]`.
+    Plain,
     /// `[experts, in, out]`.
     Transposed,
     /// `[experts, out, in]` or `[experts, in, out]`; the shape of the tensor decides.
@@ -204,6 +206,8 @@ pub(crate) enum ExpertLayers {
     ByStep,
     /// The layers from the index in this key on; the value is the default.
     From(&'static str, usize),
+    /// All layers if this key is true, otherwise none.
+    If(&'static str),
 }
 
 /// Source of the width of a shared expert.

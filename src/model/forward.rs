@@ -99,11 +99,13 @@ impl Model {
             let act = &tile.act;
             self.forward_mlp(dev, layer, act, Routing::New)?;
             let out = tile.rows(self.acquire_residual(dev, layer + 1)?);
-            if let Some(experts) = self.experts(layer) {
-                return experts.leave(dev, out);
+            match self.experts(layer) {
+                Some(experts) => experts.leave(dev, out)?,
+                None => {
+                    let post = params.post_mlp_norm.map(|norm| (norm, act.post_mlp));
+                    self.join(dev, layer, (&params.mlp_out, act.mlp_act), post, (act.mid, out))?;
+                }
             }
-            let post = params.post_mlp_norm.map(|norm| (norm, act.post_mlp));
-            self.join(dev, layer, (&params.mlp_out, act.mlp_act), post, (act.mid, out))?;
             params.scale.map_or(Ok(()), |scale| dev.launch(ScaleBy { x: out, factor: scale.value }))?;
         }
         Ok(())
@@ -184,7 +186,10 @@ impl Model {
             _ if act.intact && tile.is_whole() => Ok(()),
             LayerPolicy::RecomputeCheap => {
                 self.enter(dev, layer, (params.mlp_norm, &params.mlp_in), act.mid, act.mlp_norm)?;
-                self.activate(dev, layer, act)
+                match self.experts(layer) {
+                    Some(experts) => experts.normalise(dev).map(|_| ()),
+                    None => self.activate(dev, layer, act),
+                }
             }
             LayerPolicy::RecomputeBlock | LayerPolicy::HostAttention | LayerPolicy::Host => {
                 self.forward_mlp(dev, layer, act, Routing::Kept)?;
@@ -197,6 +202,9 @@ impl Model {
     /// stream includes it.
     fn recompute_post_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, tile: &MlpTile) -> Result<()> {
         let (params, act, LayerShape { norm: kind, .. }) = (&self.layers[layer], &tile.act, self.shape.layers[layer]);
+        if let Some(experts) = self.experts(layer) {
+            return experts.recompute_sum(dev);
+        }
         let Some(post) = &params.post_mlp_norm else { return Ok(()) };
         linear(dev, &params.mlp_out, act.mlp_act, None, act.post_mlp.raw)?;
         norm(dev, kind, post, (act.post_mlp.raw, tile.rows(self.activations.dnorm)), act.post_mlp.stats, None)

@@ -31,6 +31,7 @@ mod loss_tile;
 mod micro_batch;
 pub(crate) mod mlp_tile;
 mod moe;
+mod moe_norms;
 mod norm;
 mod params;
 pub(crate) mod policy;

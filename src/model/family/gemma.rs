@@ -1,8 +1,8 @@
 //! Families of Gemma.
 
 use super::{
-    FamilySpec, LLAMA, LLAMA_KEYS, LLAMA_NAMES, LocalRope, Missing, Names, Pattern, Presence, Rotates, ScaleRule, SizeKeys, Softcaps, TypeRule,
-    WindowRule,
+    ExpertFiles, ExpertLayers, FamilySpec, LLAMA, LLAMA_KEYS, LLAMA_NAMES, LocalRope, Missing, MoeNames, MoeSpec, Names, Orientation,
+    Pattern, Presence, Rotates, STACKED, ScaleRule, SharedNames, SharedWidth, SizeKeys, Softcaps, TypeRule, WindowRule,
 };
 use crate::model::layer_shape::{Act, QkSpan};
 
@@ -49,5 +49,20 @@ pub(super) const GEMMA4: FamilySpec = FamilySpec {
     rotates: Rotates::ByType(LocalRope { key: None, theta: 10_000.0 }),
     names_rope: true,
     scale: ScaleRule::One,
+    moe: Some(MoeSpec {
+        // The MLP beside the experts has the names of an MLP.
+        names: MoeNames {
+            router: "router.proj",
+            experts: "experts",
+            files: ExpertFiles::Stacked(STACKED, Orientation::Plain),
+            shared: Some(SharedNames { path: "mlp", gate: None }),
+        },
+        width: "moe_intermediate_size",
+        renormalised: Presence::Always,
+        layers: ExpertLayers::If("enable_moe_block"),
+        sigmoid: false,
+        shared: Some(SharedWidth::Key("intermediate_size")),
+        is_gpt_oss: false,
+    }),
     ..GEMMA3
 };
