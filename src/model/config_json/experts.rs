@@ -27,7 +27,8 @@ fn moe(keys: &Keys, spec: &FamilySpec, moe_spec: &MoeSpec, layers: usize) -> Res
     refuse_unsupported(keys, moe_spec)?;
     check_activation(keys, spec)?;
     let names = ["num_experts", "n_routed_experts"];
-    let key = names.into_iter().find(|key| keys.get(key).is_some()).unwrap_or("num_local_experts");
+    let missing = if spec.is_gemma4() { names[0] } else { "num_local_experts" };
+    let key = names.into_iter().find(|key| keys.get(key).is_some()).unwrap_or(missing);
     let experts = keys.count(key, EXPERTS_MAX)?;
     if experts * layers > ALL_EXPERTS_MAX {
         return Err(keys.bad(key, format_args!("{experts} in each of {layers} layers are more than {ALL_EXPERTS_MAX}")));

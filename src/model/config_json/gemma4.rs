@@ -151,7 +151,7 @@ mod tests {
             (json!({"hidden_size_per_layer_input": 256}), "hidden_size_per_layer_input = 256"),
             (json!({"hidden_size_per_layer_input": "absent"}), "hidden_size_per_layer_input = 256"),
             (json!({"num_kv_shared_layers": 2}), "num_kv_shared_layers = 2"),
-            (json!({"enable_moe_block": true}), "num_local_experts"),
+            (json!({"enable_moe_block": true}), "num_experts"),
             (json!({"enable_moe_block": true, "num_experts": 8}), "top_k_experts"),
             (json!({"enable_moe_block": true, "num_experts": 8, "top_k_experts": 9}), "top_k_experts: 9 of 8 experts"),
             (json!({"enable_moe_block": true, "num_experts": 8, "top_k_experts": 2}), "moe_intermediate_size"),
