@@ -3,7 +3,7 @@
 
 use crate::campaign::record;
 use crate::support::{
-    Noise, digest, engine, grad_ring, load, params_with_ties, random_params, settings, start, tiny_delta, tiny_llama, tiny_moe,
+    Noise, digest, engine, grad_ring, load, params_with_ties, random_params, settings, start, tiny_delta, tiny_gemma, tiny_llama, tiny_moe,
 };
 use crate::sweep::sweep;
 use half::bf16;
@@ -30,11 +30,17 @@ pub enum Kind {
     Moe,
     /// With gated delta rules.
     Delta,
+    /// With experts beside an MLP.
+    Gemma,
 }
 
 impl Kind {
     fn of(seed: u64) -> Self {
-        [Self::Llama, Self::Moe, Self::Delta][seed as usize % 3]
+        [Self::Llama, Self::Moe, Self::Delta, Self::Gemma][seed as usize % 4]
+    }
+
+    pub fn has_experts(self) -> bool {
+        matches!(self, Self::Moe | Self::Gemma)
     }
 
     pub fn model(self) -> fn(usize, usize, usize, bool) -> ModelShape {
@@ -42,6 +48,7 @@ impl Kind {
             Self::Llama => tiny_llama,
             Self::Moe => tiny_moe,
             Self::Delta => tiny_delta,
+            Self::Gemma => tiny_gemma,
         }
     }
 }
@@ -162,7 +169,7 @@ impl UseEngine for Steps<'_> {
             let report = engine.step(1e-2 / (1.0 + step as f64), &mut batches)?;
             assert!(before.is_none_or(|before| before.loss as f32 == report.loss), "{before:?}, then {report:?}");
             counts += report.counts;
-            assert_eq!(report.expert_load.is_some(), case.kind == Kind::Moe, "{report:?}");
+            assert_eq!(report.expert_load.is_some(), case.kind.has_experts(), "{report:?}");
             losses.push((report.loss.to_bits(), report.expert_load));
         }
         Ok((digest(&mut engine), counts, losses))
@@ -233,7 +240,7 @@ fn run(case: &Case, way: &Way) -> Run {
         if case.masked { "trained" } else { "all" },
         if case.seed.is_multiple_of(3) { "float32" } else { "auto" },
     );
-    let balance = if case.kind == Kind::Moe { "router-aux-loss-coef = 0.5" } else { "" };
+    let balance = if case.kind.has_experts() { "router-aux-loss-coef = 0.5" } else { "" };
     let plan = |weights: &str, early: &str| {
         let more = format!("weights = \"{weights}\"\nearly-rows = \"{early}\"");
         Plan::new(&settings(&format!("{lines}\n{balance}\n{more}")).request(&shape), &Machine::cpu(2), false)

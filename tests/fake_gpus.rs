@@ -259,12 +259,14 @@ fn models_with_experts_start_and_end_on_gpus() {
     if is_emulated() {
         return;
     }
-    for architecture in ["Qwen3MoeForCausalLM", "OlmoeForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM"] {
+    for architecture in ["Qwen3MoeForCausalLM", "OlmoeForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM", "Gemma4ForCausalLM"] {
         let config = serde_json::json!({
             "architectures": [architecture], "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
             "head_dim": 8, "intermediate_size": 32, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,
             "mlp_only_layers": [1], "vocab_size": 256, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
             "rope_scaling": {"rope_type": "default"}, "tie_word_embeddings": false,
+            "hidden_size_per_layer_input": 0, "enable_moe_block": true, "top_k_experts": 2, "global_head_dim": 264,
+            "rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
         });
         for gpus in ["--gpus=1", "--gpus=2"] {
             let workspace = Workspace::new();

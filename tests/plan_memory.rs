@@ -2,7 +2,7 @@
 //! the comparison on a GPU.
 
 use crate::planned;
-use crate::support::{settings, tiny_delta, tiny_llama, tiny_moe};
+use crate::support::{settings, tiny_delta, tiny_gemma, tiny_llama, tiny_moe};
 use superoffload::internals::bucket::Tier;
 use superoffload::internals::device::{DeviceKind, Kernels};
 use superoffload::internals::dtype::Dtype;
@@ -33,7 +33,13 @@ fn with_frozen(shape: ModelShape) -> ModelShape {
 #[test]
 fn a_frozen_parameter_takes_two_bytes_and_every_class_matches_allocations() {
     let common = "seq-length = 16\nper-device-train-batch-size = 3\nbucket-mib = 0.03125\n";
-    for shape in [tiny_llama(6, 64, 300, false), tiny_llama(6, 64, 300, true), tiny_moe(6, 64, 300, false), tiny_delta(6, 64, 300, false)] {
+    for shape in [
+        tiny_llama(6, 64, 300, false),
+        tiny_llama(6, 64, 300, true),
+        tiny_moe(6, 64, 300, false),
+        tiny_delta(6, 64, 300, false),
+        tiny_gemma(6, 64, 300, false),
+    ] {
         let shape = with_frozen(shape);
         for more in ["", "strategy = \"no-offload\"\n", "gradient-shares = 3\n", "dtype = \"float32\"\n", "activations = \"host\"\n"] {
             let plan = compare(&format!("{common}{more}"), &shape, &Machine::cpu(2));
@@ -111,8 +117,8 @@ fn every_memory_class_of_a_plan_for_cpus_matches_allocations() {
     let common = "seq-length = 16\nper-device-train-batch-size = 3\nbucket-mib = 0.03125\n";
     let strategies = ["superoffload", "zero-offload", "no-offload"].map(|name| format!("{common}strategy = \"{name}\"\n"));
     let (demo, small, experts) = (ModelShape::demo(), tiny_llama(6, 64, 300, false), tiny_moe(6, 64, 300, false));
-    let delta = tiny_delta(6, 64, 300, false);
-    for shape in [&demo, &small, &experts, &delta] {
+    let (delta, gemma) = (tiny_delta(6, 64, 300, false), tiny_gemma(6, 64, 300, false));
+    for shape in [&demo, &small, &experts, &delta, &gemma] {
         for strategy in &strategies {
             for more in [
                 "",

@@ -295,6 +295,18 @@ fn a_run_of_a_model_with_experts_is_resumed() {
 }
 
 #[test]
+fn a_run_of_a_model_with_experts_beside_an_mlp_is_resumed_on_two_ranks() {
+    let (workspace, golden) = (Workspace::new(), Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/gemma4_moe"));
+    workspace.write("data.txt", Vec::from_iter((0..400u32).map(|n| (n * n).to_string())).concat());
+    workspace.settings("tokenizer = 'bytes'\nbucket-mib = 0.03125\ndevice = 'cpu'\ngradient-shares = 2");
+    workspace.write("model/config.json", fs::read(golden.join("config.json")).unwrap());
+    let digest = run(&mut workspace.train("whole", &[])).digest().to_string();
+    workspace.copy_checkpoints("whole", "resumed", &[6]);
+    assert_eq!(run(&mut workspace.resume("resumed", &["--gpus", "2"])).digest(), digest);
+    assert_whole(&workspace, "resumed");
+}
+
+#[test]
 fn gradient_accumulation_and_loss_scale_are_resumed() {
     let workspace = Workspace::new();
     for (name, flags, settings) in [

@@ -45,12 +45,13 @@ fn changed(name: &str, change: impl FnOnce(&mut serde_json::Value)) -> ModelShap
 }
 
 /// Families with all variants of attention: windows, soft caps, sinks, norms of queries and keys, biases, learned positions, experts.
-const FAMILIES: [(&str, Option<(usize, usize)>); 14] = [
+const FAMILIES: [(&str, Option<(usize, usize)>); 15] = [
     ("llama", None),
     ("gpt2", None),
     ("gemma2", None),
     ("gemma3", None),
     ("gemma4", None),
+    ("gemma4_moe", None),
     ("gpt_oss", None),
     ("mistral", Some((4, 4))),
     ("qwen3", None),

@@ -51,6 +51,18 @@ pub fn tiny_delta(layers: usize, channels: usize, vocab: usize, tied: bool) -> M
     ModelShape::parse(&config.to_string(), std::path::Path::new("config.json")).unwrap()
 }
 
+/// Like [`tiny_llama`], with layers of Gemma 4: four experts beside an MLP in every layer. A token uses two of them.
+pub fn tiny_gemma(layers: usize, channels: usize, vocab: usize, tied: bool) -> ModelShape {
+    let config = serde_json::json!({
+        "architectures": ["Gemma4ForCausalLM"], "hidden_size": channels, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16, "attention_k_eq_v": true, "intermediate_size": channels,
+        "hidden_size_per_layer_input": 0, "enable_moe_block": true, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": channels / 2,
+        "vocab_size": vocab, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "sliding_window": 8, "tie_word_embeddings": tied,
+        "rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
+    });
+    ModelShape::parse(&config.to_string(), std::path::Path::new("config.json")).unwrap()
+}
+
 /// The setting of one resident bucket, if the strategy and the build support it.
 pub fn resident(strategy: &str) -> &'static str {
     if cfg!(feature = "repartition") && strategy.contains("superoffload") { "resident-buckets = 1\n" } else { "" }

@@ -9,9 +9,10 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const MODELS: [&str; 11] = [
+const MODELS: [&str; 12] = [
     "gemma3_vision",
     "gemma4_vision",
+    "gemma4_moe_vision",
     "mistral3_vision",
     "ministral3_vision",
     "qwen2_vl",

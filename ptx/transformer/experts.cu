@@ -13,15 +13,24 @@ struct Glu {
     float out, by_gate, by_up;
 };
 
-// How gate and up make an activation: clamped if `limit` is positive.
+// How gate and up make an activation.
+enum class Kind { SWIGLU, CLAMPED, GEGLU };
+
+// Clamped if `limit` is positive; GELU if it is negative.
 struct Activation {
     float alpha, limit;
 
     __device__ __forceinline__ bool is_clamped() const { return limit > 0.0f; }
+    __device__ __forceinline__ bool is_gelu() const { return limit < 0.0f; }
 
     __device__ __forceinline__ Glu plain(float gate, float up) const {
         const float s = sigmoid(gate), silu = gate * s;
         return {silu * up, up * silu_slope(gate, s), silu};
+    }
+
+    __device__ __forceinline__ Glu with_gelu(float gate, float up) const {
+        const float glu = gelu(gate);
+        return {glu * up, up * gelu_slope(gate), glu};
     }
 
     __device__ __forceinline__ Glu clamped(float gate, float up) const {
@@ -121,14 +130,16 @@ __device__ __forceinline__ void expert_bias(
 }
 
 // Writes the gradients of N elements of a row and their weighted activations, and adds their part to `sum`.
-template <typename T, int N>
+template <Kind KIND, typename T, int N>
 __device__ __forceinline__ void glu_backward(
-    const T* da, T* weighted, float (&gate)[N], float (&up)[N], float weight, const Activation& activation, bool clamped, float& sum) {
+    const T* da, T* weighted, float (&gate)[N], float (&up)[N], float weight, const Activation& activation, float& sum) {
     float d[N], out[N];
     Vec<T, N>::load(da).widen(d);
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        const Glu glu = clamped ? activation.clamped(gate[i], up[i]) : activation.plain(gate[i], up[i]);
+        const Glu glu = KIND == Kind::CLAMPED ? activation.clamped(gate[i], up[i])
+            : KIND == Kind::GEGLU             ? activation.with_gelu(gate[i], up[i])
+                                              : activation.plain(gate[i], up[i]);
         const float scaled = weight * d[i];
         gate[i] = scaled * glu.by_gate;
         up[i] = scaled * glu.by_up;
@@ -136,6 +147,17 @@ __device__ __forceinline__ void glu_backward(
         sum = fmaf(d[i], glu.out, sum);
     }
     Vec<T, N>::narrow(out).store(weighted);
+}
+
+// The same for a whole row of gates and then ups.
+template <Kind KIND, typename T, int N>
+__device__ __forceinline__ void halves_backward(
+    const T* da, const T* gate_up, T* dgate_up, T* weighted, float weight, unsigned cols, const Activation& activation, float& sum) {
+    for (unsigned col = threadIdx.x * N; col < cols; col += blockDim.x * N) {
+        Halves<T, N> at = Halves<T, N>::load(gate_up + col, cols);
+        glu_backward<KIND, T, N>(da + col, weighted + col, at.gate, at.up, weight, activation, sum);
+        at.store(dgate_up + col, cols);
+    }
 }
 
 // One block a row; a thread takes N neighbours of either half, or half as many in turns, so that what a warp reads and writes lies together.
@@ -153,15 +175,13 @@ __device__ __forceinline__ void expert_backward(
     if (activation.is_clamped()) {
         for (unsigned col = threadIdx.x * TURNS; col < cols; col += blockDim.x * TURNS) {
             Turns<T, TURNS> at = Turns<T, TURNS>::load(gate_up + 2 * col);
-            glu_backward<T, TURNS>(da + col, weighted + col, at.gate, at.up, weight, activation, true, sum[0]);
+            glu_backward<Kind::CLAMPED, T, TURNS>(da + col, weighted + col, at.gate, at.up, weight, activation, sum[0]);
             at.store(dgate_up + 2 * col);
         }
+    } else if (activation.is_gelu()) {
+        halves_backward<Kind::GEGLU, T, N>(da, gate_up, dgate_up, weighted, weight, cols, activation, sum[0]);
     } else {
-        for (unsigned col = threadIdx.x * N; col < cols; col += blockDim.x * N) {
-            Halves<T, N> at = Halves<T, N>::load(gate_up + col, cols);
-            glu_backward<T, N>(da + col, weighted + col, at.gate, at.up, weight, activation, false, sum[0]);
-            at.store(dgate_up + col, cols);
-        }
+        halves_backward<Kind::SWIGLU, T, N>(da, gate_up, dgate_up, weighted, weight, cols, activation, sum[0]);
     }
     block_sum(sum, shared);
     if (threadIdx.x == 0) dweights[row] = sum[0];
@@ -188,6 +208,33 @@ __device__ __forceinline__ void expert_bias_dot(
     if (lane == 0) dweights[row] += sum;
 }
 
+// out[choice] = weights[choice] * the scale of its expert; one thread a choice.
+// Reads two values and writes one for each choice: 131072 are 1.6 MB, less than a launch takes.
+template <typename T>
+__device__ __forceinline__ void scale_choices(const float* weights, const int* experts, const T* scale, float* out, unsigned choices) {
+    const unsigned i = blockIdx.x * THREADS + threadIdx.x;
+    if (i < choices) out[i] = weights[i] * widen(scale[experts[i]]);
+}
+
+// dscale[e] (+)= the sum over the rows of expert e of weights[entries[row]] * dweights[row], and then dweights[row] *= scale[e]; one block an
+// expert, thread t of it the rows t, t + 256, ... of the segment.
+// Reads three values and writes one for each row: 131072 are 2.1 MB, less than a launch takes.
+template <typename T>
+__device__ __forceinline__ void scale_choices_backward(
+    const float* weights, const int* entries, const int* bounds, const T* scale, float* dweights, T* dscale, bool accumulate) {
+    __shared__ float shared[1][WARP];
+    const unsigned expert = blockIdx.x, end = bounds[expert + 1];
+    const float factor = widen(scale[expert]);
+    float sum[1] = {0.0f};
+    for (unsigned row = bounds[expert] + threadIdx.x; row < end; row += THREADS) {
+        const float dweight = dweights[row];
+        sum[0] = fmaf(weights[entries[row]], dweight, sum[0]);
+        dweights[row] = dweight * factor;
+    }
+    block_sum(sum, shared);
+    if (threadIdx.x == 0) store_sums<T, 1>(sum, dscale + expert, accumulate);
+}
+
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
 #define EXPERTS_OF(NAME, T, N)                                                                                                \
     KERNEL clamped_swiglu##NAME(const T* gate_up, T* out, unsigned long long count, float alpha, float limit) {               \
@@ -205,5 +252,13 @@ __device__ __forceinline__ void expert_bias_dot(
         unsigned rows, unsigned cols) {                                                                                       \
         expert_bias_dot<T, N>(dout, bias, experts, entries, dweights, rows, cols);                                            \
     }
-#define EXPERTS(NAME, T) EXPERTS_OF(_##NAME, T, WIDE<T>) EXPERTS_OF(_any_##NAME, T, 1)
+#define SCALES_OF(NAME, T)                                                                                                    \
+    KERNEL scale_choices##NAME(const float* weights, const int* experts, const T* scale, float* out, unsigned choices) {      \
+        scale_choices<T>(weights, experts, scale, out, choices);                                                              \
+    }                                                                                                                         \
+    KERNEL scale_choices_backward##NAME(const float* weights, const int* entries, const int* bounds, const T* scale,          \
+        float* dweights, T* dscale, unsigned accumulate) {                                                                    \
+        scale_choices_backward<T>(weights, entries, bounds, scale, dweights, dscale, accumulate != 0);                        \
+    }
+#define EXPERTS(NAME, T) EXPERTS_OF(_##NAME, T, WIDE<T>) EXPERTS_OF(_any_##NAME, T, 1) SCALES_OF(_##NAME, T)
 FOR_EACH_FORMAT(EXPERTS)

@@ -113,6 +113,8 @@ pub(super) struct LayerActivations {
     /// Output of the first matrix of the shared expert; empty without one.
     pub(crate) shared_in: DeviceSlice,
     pub(crate) post_mlp: RawActivations,
+    /// Norms of experts beside an MLP; empty without them.
+    pub(crate) moe_norms: MoeNormActivations,
     /// Routing results, if the layer has experts.
     pub(crate) routed: Option<RoutedActivations>,
     /// Inputs of the linear layers, transposed and in 8 bits, if they are saved.
@@ -138,6 +140,16 @@ pub(super) struct NormActivations {
 pub(super) struct RawActivations {
     pub raw: DeviceSlice,
     pub stats: DeviceSlice,
+}
+
+/// Norms of experts beside an MLP. The norms of the router's input and of the experts' input have the statistics of the norm before the MLP,
+/// whose input is theirs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MoeNormActivations {
+    /// Output of the norm before the experts.
+    pub(super) experts: DeviceSlice,
+    pub(super) post_experts: RawActivations,
+    pub(super) post_shared: RawActivations,
 }
 
 /// Results of a router: see [`crate::device::Route`] and [`crate::device::Segments`].
@@ -235,6 +247,8 @@ pub(super) struct ExpertWork {
     pub(crate) dweights: DeviceSlice,
     /// Gradients of logits, `[T, experts]`.
     pub(crate) dlogits: DeviceSlice,
+    /// Weights of choices times the factors of their experts, fp32 `[T, k]`; empty without such factors.
+    pub(super) scaled: DeviceSlice,
 }
 
 /// Workspaces of shared experts.

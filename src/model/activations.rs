@@ -6,8 +6,8 @@
 
 pub(crate) use super::activation_arrays::Activations;
 use super::activation_arrays::{
-    AttnGateWork, DeltaWork, ExpertWork, GateWork, HeadRowsWork, LayerActivations, LossWork, NormActivations, ObjectiveWork, ProjectedQkv,
-    RawActivations, RoutedActivations, SequenceWork, SharedWork,
+    AttnGateWork, DeltaWork, ExpertWork, GateWork, HeadRowsWork, LayerActivations, LossWork, MoeNormActivations, NormActivations,
+    ObjectiveWork, ProjectedQkv, RawActivations, RoutedActivations, SequenceWork, SharedWork,
 };
 use super::expert_bounds::bounds_stride;
 pub(crate) use super::expert_bounds::{bounds_elems, expert_bounds};
@@ -256,7 +256,7 @@ impl ActivationPlan {
             fp8: self.fp8_work(&mut memory)?,
             gates: self.attn_gate_work(&mut memory)?,
             delta: self.delta_work(&mut memory)?,
-            dinner: memory.matrix("dinner", &[self.widest(|layer| [layer.attn.out_cols(), layer.widest_mlp_cols().1])?], self.dtype)?,
+            dinner: memory.matrix("dinner", &[self.widest(|layer| [layer.attn.out_cols(), self.dinner_cols(layer)])?], self.dtype)?,
             dfused: memory.matrix("dfused", &[self.widest(|layer| [layer.attn.qkv_cols(), layer.widest_mlp_cols().0])?], self.dtype)?,
         })
     }
@@ -276,8 +276,7 @@ impl ActivationPlan {
         let mlp_cheap = self.parts(|l| self.policies[l].keeps_cheap() && !(self.fp8 && self.shape.layers[l].mlp.moe().is_none()));
         let (wide_costly, wide_cheap) = (self.in_mlp_tiles(&costly), self.in_mlp_tiles(&mlp_cheap));
         let mut each = |name, parts, cols: &dyn Fn(&LayerShape) -> usize, dtype| {
-            let cols = self.shape.layers.iter().map(cols).collect();
-            memory.by_layer(name, parts, cols, dtype)
+            memory.by_layer(name, parts, self.shape.layers.iter().map(cols).collect(), dtype)
         };
         let (dtype, fp32) = (self.dtype, Dtype::Float32);
         let input = each("layers.input", &inputs, &channels, dtype)?;
@@ -303,7 +302,7 @@ impl ActivationPlan {
         let shared_in = each("layers.shared_in", &costly, &|layer| layer.mlp.shared().map_or(0, |shared| 2 * shared.width), dtype)?;
         let mlp_raw = each("layers.mlp_raw", &costly, &raw, dtype)?;
         let mlp_raw_stats = each("layers.mlp_raw_stats", &costly, &raw_stats, fp32)?;
-        let (routed, fp8) = (self.routed(memory)?, self.fp8_inputs(memory)?);
+        let (routed, fp8, moe_norms) = (self.routed(memory)?, self.fp8_inputs(memory)?, self.moe_norms(memory)?);
         let layer = |l: usize, policy: LayerPolicy| LayerActivations {
             policy,
             intact: self.is_last_sharing(l),
@@ -321,6 +320,7 @@ impl ActivationPlan {
             lse: lse.at(l),
             post_attn: RawActivations { raw: attn_raw.at(l), stats: attn_raw_stats.at(l) },
             mid: mid.at(l),
+            moe_norms: moe_norms[l],
             mlp_norm: NormActivations { out: mlp_norm_out.at(l), stats: mlp_norm_stats.at(l) },
             mlp_in: mlp_in.at(l),
             mlp_act: mlp_act.at(l),
@@ -361,6 +361,28 @@ impl ActivationPlan {
         let mlp_act = each("layers.fp8_mlp_act", &|layer| dense(layer, layer.mlp_cols().1))?;
         let at = |of: &ByLayer, l: usize| Some(of.at(l)).filter(|slice| slice.elems() > 0);
         Ok((0..self.policies.len()).map(|l| [at(&attn_norm, l), None, at(&mlp_norm, l), at(&mlp_act, l)]).collect())
+    }
+
+    /// Norms of experts beside an MLP, in each layer.
+    fn moe_norms(&self, memory: &mut SizedAllocator<'_>) -> Result<Vec<MoeNormActivations>> {
+        let costly = self.parts(|l| self.policies[l].keeps_costly());
+        let cheap = self.parts(|l| self.policies[l].keeps_cheap());
+        let mut each = |name, parts, cols: &dyn Fn(&LayerShape) -> usize, dtype| {
+            let cols = self.shape.layers.iter().map(|layer| if layer.mlp.own_norms() { cols(layer) } else { 0 }).collect();
+            memory.by_layer(name, parts, cols, dtype)
+        };
+        let (channels, stats) = (|_: &LayerShape| self.shape.channels, |layer: &LayerShape| stats_cols(layer.norm));
+        let experts = each("layers.experts_norm_out", &cheap, &channels, self.dtype)?;
+        let experts_raw = each("layers.experts_raw", &costly, &channels, self.dtype)?;
+        let experts_raw_stats = each("layers.experts_raw_stats", &costly, &stats, Dtype::Float32)?;
+        let shared_raw = each("layers.shared_raw", &costly, &channels, self.dtype)?;
+        let shared_raw_stats = each("layers.shared_raw_stats", &costly, &stats, Dtype::Float32)?;
+        let layer = |l: usize| MoeNormActivations {
+            experts: experts.at(l),
+            post_experts: RawActivations { raw: experts_raw.at(l), stats: experts_raw_stats.at(l) },
+            post_shared: RawActivations { raw: shared_raw.at(l), stats: shared_raw_stats.at(l) },
+        };
+        Ok((0..self.policies.len()).map(layer).collect())
     }
 
     /// Routing results of each layer with experts, which are always saved.
@@ -435,6 +457,10 @@ impl ActivationPlan {
             act: memory.rows("expert_act", widest(&|moe| moe.top_k * moe.ffn.width))?,
             dweights: memory.matrix("dexpert_weights", &[tokens, taken], Dtype::Float32)?,
             dlogits: memory.rows("drouter_logits", widest(&|moe| moe.experts))?,
+            scaled: match widest(&|moe| if moe.own_norms { moe.top_k } else { 0 }) {
+                0 => DeviceSlice::at(0, 0, Dtype::Float32),
+                scaled => memory.matrix("scaled_expert_weights", &[tokens, scaled], Dtype::Float32)?,
+            },
         }))
     }
 
@@ -468,6 +494,13 @@ impl ActivationPlan {
             Ok(product(&[self.tokens(), attn])?.max(product(&[self.mlp_tokens(layer), mlp])?))
         };
         self.shape.layers.iter().map(elems).try_fold(0, |most, elems| Ok(most.max(elems?)))
+    }
+
+    /// Columns of the gradients that the backward pass of a layer's MLP stores in [`Activations::dinner`]. With experts beside an MLP these
+    /// are gradients of norms, too.
+    fn dinner_cols(&self, layer: &LayerShape) -> usize {
+        let of_norms = if layer.mlp.own_norms() { self.shape.channels } else { 0 };
+        layer.widest_mlp_cols().1.max(of_norms)
     }
 
     /// Tokens that the MLP of a layer processes at once.

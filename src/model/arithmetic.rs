@@ -141,7 +141,7 @@ fn span(qk_norm: Option<QkSpan>) -> Value {
 }
 
 /// Components that most models lack are recorded only where they are, so that records of older checkpoints stay equal.
-fn experts(Moe { experts, top_k, ffn: _, activation, rule, router_bias, corrected, shared }: Moe) -> Value {
+fn experts(Moe { experts, top_k, ffn: _, activation, rule, router_bias, corrected, shared, own_norms }: Moe) -> Value {
     let rule = match rule {
         RouterRule::Chosen => json!("softmax of the chosen"),
         RouterRule::All => json!("softmax of all"),
@@ -150,7 +150,7 @@ fn experts(Moe { experts, top_k, ffn: _, activation, rule, router_bias, correcte
         }
     };
     let clamped = match activation {
-        ExpertActivation::Swiglu => Value::Null,
+        ExpertActivation::Swiglu | ExpertActivation::Geglu => Value::Null,
         ExpertActivation::Clamped { alpha, limit } => json!({"alpha": shortest(alpha), "limit": shortest(limit)}),
     };
     let mut record = json!({"count": experts, "per_token": top_k, "weights": rule, "clamped": clamped, "router_bias": router_bias});
@@ -159,6 +159,9 @@ fn experts(Moe { experts, top_k, ffn: _, activation, rule, router_bias, correcte
     }
     if let Some(SharedExpertShape { width, gated }) = shared {
         record["shared"] = json!({"width": width, "gated": gated});
+    }
+    if own_norms {
+        record["own_norms"] = json!(true);
     }
     record
 }
@@ -222,6 +225,7 @@ mod tests {
             router_bias: false,
             corrected: false,
             shared: None,
+            own_norms: false,
         };
         assert_eq!(all(|l| l.mlp = Mlp::Moe(plain(RouterRule::All, l))), ["experts"]);
         assert_eq!(all(|l| l.attn.sinks = true), ["attention_sinks"]);
@@ -234,6 +238,7 @@ mod tests {
             Moe { activation: clamped, ..moe },
             Moe { router_bias: true, ..moe },
             Moe { corrected: true, ..moe },
+            Moe { own_norms: true, ..moe },
             Moe { shared: Some(SharedExpertShape { width: 8, gated: false }), ..moe },
             Moe { rule: RouterRule::Sigmoid(SigmoidRule::GATE), ..moe },
             Moe { top_k: 3, ..moe },

@@ -2,20 +2,21 @@
 //! gradient of each branch is added at the norm with which the branch begins.
 
 use super::Model;
+use super::activation::activate_backward;
 use super::activation_arrays::{Activations, NormActivations, ProjectedQkv, RawActivations};
-use super::forward::scale;
 use super::fp8::LastWriter;
 use super::head::MicroStep;
-use super::layer_shape::{Act, Join, NormSpec};
+use super::layer_shape::Join;
 use super::linear::{Input, linear_backward};
 use super::mlp_tile::MlpTile;
 use super::moe::MoeLayer;
+use super::norm::{norm_backward, scale};
 use super::params::{LinearParams, NormParams, Param};
 use super::sequence::{Handover, PassRunner};
 use super::tensors::Module;
 use crate::device::{
-    AttentionBackward, DeviceSlice, EmbedBackward, GegluBackward, GeluBackward, Kernels, Launch, LayerNormBackward, QkNormBackward,
-    QkvNormBackward, RmsNormBackward, ScaleAdd, ScaleBy, ScaleCell, SinksBackward, SwigluBackward, WithScale, Zero,
+    AttentionBackward, DeviceSlice, EmbedBackward, Kernels, Launch, QkNormBackward, QkvNormBackward, ScaleAdd, ScaleBy, ScaleCell,
+    SinksBackward, WithScale, Zero,
 };
 use crate::error::Result;
 use std::iter::once;
@@ -110,7 +111,10 @@ impl Model {
 
     fn backward_experts<D: Kernels>(&self, dev: &mut D, layer: usize, experts: &MoeLayer<'_>, micro: MicroStep) -> Result<()> {
         let (params, act, all) = (&self.layers[layer], &self.activations.layers[layer], &self.activations);
-        experts.backward(dev, all, micro)?;
+        let grads = ResidualGrads { dresidual: all.dresidual, dnorm: all.dnorm, scale: None };
+        let last = (&params.mlp_out, params.post_mlp_norm.map(|norm| (norm, act.post_mlp)));
+        let dout = self.branch_gradient(dev, layer, grads, last, micro.first)?;
+        experts.backward(dev, all, dout, micro)?;
         let Some(norm) = &params.mlp_norm else { return Ok(()) };
         let (kind, input) = (self.shape.layers[layer].norm, (act.mid, act.mlp_norm.stats));
         norm_backward(dev, kind, norm, input, (all.dnorm, all.dresidual), micro.first, params.attn_out.gradient_scale(LastWriter::Above))
@@ -126,12 +130,7 @@ impl Model {
         let last = (&params.mlp_out, params.post_mlp_norm.map(|norm| (norm, act.post_mlp)));
         let dout = self.branch_gradient(dev, layer, grads, last, first)?;
         linear_backward(dev, &params.mlp_out, act.mlp_act, dout, Input::New(dact), first)?;
-        let (gate_up, cols, cell) = (act.mlp_in, ffn.width, params.mlp_in.gradient_scale(LastWriter::Branch));
-        match ffn.act {
-            Act::Swiglu => dev.launch(WithScale { kernel: SwigluBackward { dout: dact, gate_up, dgate_up: dmlp_in, cols }, cell })?,
-            Act::Geglu => dev.launch(WithScale { kernel: GegluBackward { dout: dact, gate_up, dgate_up: dmlp_in, cols }, cell })?,
-            Act::GeluTanh => dev.launch(WithScale { kernel: GeluBackward { dout: dact, x: gate_up, dx: dmlp_in }, cell })?,
-        }
+        activate_backward(dev, ffn, dact, act.mlp_in, dmlp_in, params.mlp_in.gradient_scale(LastWriter::Branch))?;
         self.leave(dev, layer, grads, once((&params.mlp_in, dmlp_in)), (params.mlp_norm.map(|norm| (norm, act.mlp_norm)), act.mid), first)
     }
 
@@ -239,25 +238,5 @@ impl Model {
             dev.launch(SinksBackward { dout, out, lse, sinks, dsinks, accumulate: !first, shape })?;
         }
         dev.launch(AttentionBackward { dout, qkv, documents, out, lse, dqkv, shape, block: None })
-    }
-}
-
-/// Computes the gradient of a norm's input, which is added, and the gradients of its parameters, from the gradient of its output.
-fn norm_backward<D: Kernels>(
-    dev: &mut D,
-    norm: NormSpec,
-    params: &NormParams,
-    (x, stats): (DeviceSlice, DeviceSlice),
-    (dout, dx): (DeviceSlice, DeviceSlice),
-    first: bool,
-    cell: Option<ScaleCell>,
-) -> Result<()> {
-    let (weight, dweight, accumulate, plus_one) = (params.weight.value, params.weight.grad, !first, norm.plus_one);
-    match params.bias {
-        None => dev.launch(WithScale { kernel: RmsNormBackward { dout, x, weight, plus_one, rstd: stats, dx, dweight, accumulate }, cell }),
-        Some(bias) => {
-            let kernel = LayerNormBackward { dout, x, weight, stats, dx, dweight, dbias: bias.grad, accumulate };
-            dev.launch(WithScale { kernel, cell })
-        }
     }
 }

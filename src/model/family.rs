@@ -1,6 +1,7 @@
 //! The differences between the supported families, as one table.
 
 pub(super) mod delta;
+mod gemma;
 mod text_parts;
 
 use super::layer_shape::{Act, NormKind, QkSpan};
@@ -189,6 +190,8 @@ pub(crate) enum ExpertFiles {
 /// Orientation of the matrices in a stacked tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Orientation {
+    /// `[experts, out, in]`.
+    Plain,
     /// `[experts, in, out]`.
     Transposed,
     /// `[experts, out, in]` or `[experts, in, out]`; the shape of the tensor decides.
@@ -203,6 +206,8 @@ pub(crate) enum ExpertLayers {
     ByStep,
     /// The layers from the index in this key on; the value is the default.
     From(&'static str, usize),
+    /// All layers if this key is true, otherwise none.
+    If(&'static str),
 }
 
 /// Source of the width of a shared expert.
@@ -310,8 +315,6 @@ const GPT2_KEYS: SizeKeys = SizeKeys {
 
 const STARCODER2_KEYS: SizeKeys = SizeKeys { eps: "norm_epsilon", ..LLAMA_KEYS };
 
-const GEMMA_KEYS: SizeKeys = SizeKeys { activation: "hidden_activation", ..LLAMA_KEYS };
-
 const LLAMA_NAMES: Names = Names {
     prefix: "model.",
     head: "lm_head.weight",
@@ -338,13 +341,6 @@ const OLMO_NAMES: Names = Names {
     attn_norm: None,
     post_attn_norm: Some("post_attention_layernorm"),
     mlp_norm: None,
-    post_mlp_norm: Some("post_feedforward_layernorm"),
-    ..LLAMA_NAMES
-};
-
-const GEMMA_NAMES: Names = Names {
-    post_attn_norm: Some("post_attention_layernorm"),
-    mlp_norm: Some("pre_feedforward_layernorm"),
     post_mlp_norm: Some("post_feedforward_layernorm"),
     ..LLAMA_NAMES
 };
@@ -454,43 +450,6 @@ const QWEN3: FamilySpec = FamilySpec {
 
 const OLMO2: FamilySpec =
     FamilySpec { architecture: "Olmo2ForCausalLM", names: &OLMO_NAMES, mlp_bias: Presence::Never, qk_norm: Some(QkSpan::Whole), ..LLAMA };
-
-const GEMMA2: FamilySpec = FamilySpec {
-    architecture: "Gemma2ForCausalLM",
-    keys: &GEMMA_KEYS,
-    names: &GEMMA_NAMES,
-    plus_one: true,
-    act: Act::Geglu,
-    mlp_bias: Presence::Never,
-    tied: true,
-    kv_heads: Missing::Refuse,
-    head_dim: Missing::Refuse,
-    window: WindowRule::ByType(TypeRule { switch: false, missing_types: Pattern::NotEvery(2), missing_window: Some(4096) }),
-    scale: ScaleRule::Root("query_pre_attn_scalar", 256.0),
-    root_embed_scale: true,
-    softcaps: Some(Softcaps { scores: Some(50.0), logits: Some(30.0) }),
-    ..LLAMA
-};
-
-const GEMMA3: FamilySpec = FamilySpec {
-    architecture: "Gemma3ForCausalLM",
-    qk_norm: Some(QkSpan::Head),
-    window: WindowRule::ByType(TypeRule { switch: false, missing_types: Pattern::NotEvery(6), missing_window: Some(4096) }),
-    rotates: Rotates::ByType(LocalRope { key: Some("rope_local_base_freq"), theta: 10_000.0 }),
-    rope_theta: 1_000_000.0,
-    softcaps: Some(Softcaps { scores: None, logits: None }),
-    ..GEMMA2
-};
-
-const GEMMA4: FamilySpec = FamilySpec {
-    architecture: "Gemma4ForCausalLM",
-    plus_one: false,
-    window: WindowRule::ByType(TypeRule { switch: false, missing_types: Pattern::NotEvery(6), missing_window: Some(512) }),
-    rotates: Rotates::ByType(LocalRope { key: None, theta: 10_000.0 }),
-    names_rope: true,
-    scale: ScaleRule::One,
-    ..GEMMA3
-};
 
 const GLM4_MOE: FamilySpec = FamilySpec {
     architecture: "Glm4MoeForCausalLM",
@@ -619,9 +578,9 @@ static FAMILIES: &[FamilySpec] = &[
         interleaved: true,
         ..LLAMA
     },
-    GEMMA2,
-    GEMMA3,
-    GEMMA4,
+    gemma::GEMMA2,
+    gemma::GEMMA3,
+    gemma::GEMMA4,
     GLM4_MOE,
     FamilySpec {
         architecture: "Dots1ForCausalLM",

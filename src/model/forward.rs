@@ -1,18 +1,19 @@
 //! The forward pass, module by module.
 
 use super::Model;
+use super::activation::activate;
 use super::activation_arrays::{LayerActivations, NormActivations, ProjectedQkv, RawActivations};
-use super::layer_shape::{Act, Attn, Join, LayerShape, Mlp, NormSpec, Values};
+use super::layer_shape::{Attn, Join, LayerShape, Mlp, NormSpec, Values};
 use super::linear::linear;
 use super::mlp_tile::MlpTile;
+use super::norm::{norm, scale};
 use super::params::{LinearParams, NormParams, TokenRows};
 use super::policy::LayerPolicy;
 use super::sequence::{Handover, PassRunner};
 use super::shape::RopeConfig;
 use super::tensors::Module;
 use crate::device::{
-    AttentionForward, Cast, DeviceSlice, Embed, Geglu, Gelu, Kernels, Launch, LayerNorm, NormedHeads, QkNorm, QkvNorm, RmsNorm, Rope,
-    ScaleAdd, ScaleBy, ScaleCell, Sinks, Stream, Swiglu, WithScale,
+    AttentionForward, Cast, DeviceSlice, Embed, Kernels, Launch, NormedHeads, QkNorm, QkvNorm, Rope, ScaleAdd, ScaleBy, Sinks, Stream,
 };
 use crate::error::Result;
 
@@ -98,11 +99,13 @@ impl Model {
             let act = &tile.act;
             self.forward_mlp(dev, layer, act, Routing::New)?;
             let out = tile.rows(self.acquire_residual(dev, layer + 1)?);
-            if let Some(experts) = self.experts(layer) {
-                return experts.leave(dev, out);
+            match self.experts(layer) {
+                Some(experts) => experts.leave(dev, out)?,
+                None => {
+                    let post = params.post_mlp_norm.map(|norm| (norm, act.post_mlp));
+                    self.join(dev, layer, (&params.mlp_out, act.mlp_act), post, (act.mid, out))?;
+                }
             }
-            let post = params.post_mlp_norm.map(|norm| (norm, act.post_mlp));
-            self.join(dev, layer, (&params.mlp_out, act.mlp_act), post, (act.mid, out))?;
             params.scale.map_or(Ok(()), |scale| dev.launch(ScaleBy { x: out, factor: scale.value }))?;
         }
         Ok(())
@@ -183,7 +186,10 @@ impl Model {
             _ if act.intact && tile.is_whole() => Ok(()),
             LayerPolicy::RecomputeCheap => {
                 self.enter(dev, layer, (params.mlp_norm, &params.mlp_in), act.mid, act.mlp_norm)?;
-                self.activate(dev, layer, act)
+                match self.experts(layer) {
+                    Some(experts) => experts.normalise(dev).map(|_| ()),
+                    None => self.activate(dev, layer, act),
+                }
             }
             LayerPolicy::RecomputeBlock | LayerPolicy::HostAttention | LayerPolicy::Host => {
                 self.forward_mlp(dev, layer, act, Routing::Kept)?;
@@ -196,6 +202,9 @@ impl Model {
     /// stream includes it.
     fn recompute_post_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, tile: &MlpTile) -> Result<()> {
         let (params, act, LayerShape { norm: kind, .. }) = (&self.layers[layer], &tile.act, self.shape.layers[layer]);
+        if let Some(experts) = self.experts(layer) {
+            return experts.recompute_sum(dev);
+        }
         let Some(post) = &params.post_mlp_norm else { return Ok(()) };
         linear(dev, &params.mlp_out, act.mlp_act, None, act.post_mlp.raw)?;
         norm(dev, kind, post, (act.post_mlp.raw, tile.rows(self.activations.dnorm)), act.post_mlp.stats, None)
@@ -304,12 +313,7 @@ impl Model {
     /// Applies the activation of a dense MLP. Experts apply theirs in `MoeLayer::leave`.
     fn activate<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
         let Mlp::Dense(ffn) = self.shape.layers[layer].mlp else { return Ok(()) };
-        let (x, out, cell) = (act.mlp_in, act.mlp_act, self.layers[layer].mlp_out.input_scale());
-        match ffn.act {
-            Act::Swiglu => dev.launch(WithScale { kernel: Swiglu { gate_up: x, out, cols: ffn.width }, cell }),
-            Act::Geglu => dev.launch(WithScale { kernel: Geglu { gate_up: x, out, cols: ffn.width }, cell }),
-            Act::GeluTanh => dev.launch(WithScale { kernel: Gelu { x, out }, cell }),
-        }
+        activate(dev, ffn, act.mlp_in, act.mlp_act, self.layers[layer].mlp_out.input_scale())
     }
 
     /// Rotates queries and keys of `qkv` in place, or back, if the layer has a rotation.
@@ -319,24 +323,4 @@ impl Model {
         let RopeConfig { rotary_dim, interleaved, .. } = self.shape.ropes[rope];
         dev.launch(Rope { qkv, positions, table, rotary_dim, interleaved, inverse, shape })
     }
-}
-
-fn norm<D: Kernels>(
-    dev: &mut D,
-    norm: NormSpec,
-    params: &NormParams,
-    (x, out): (DeviceSlice, DeviceSlice),
-    stats: DeviceSlice,
-    cell: Option<ScaleCell>,
-) -> Result<()> {
-    let (weight, NormSpec { eps, plus_one, .. }) = (params.weight.value, norm);
-    match params.bias {
-        None => dev.launch(WithScale { kernel: RmsNorm { x, weight, plus_one, eps, out, rstd: stats }, cell }),
-        Some(bias) => dev.launch(WithScale { kernel: LayerNorm { x, weight, bias: bias.value, eps, out, stats }, cell }),
-    }
-}
-
-/// Multiplies `x` by `factor`.
-pub(super) fn scale<D: Kernels>(dev: &mut D, x: DeviceSlice, factor: f32) -> Result<()> {
-    if factor == 1.0 { Ok(()) } else { dev.launch(ScaleAdd { x, scale: factor, base: None, out: x }) }
 }

@@ -84,6 +84,11 @@ impl Mlp {
         self.moe().and_then(|moe| moe.shared)
     }
 
+    /// Whether the experts, the router and the shared expert have norms of their own.
+    pub(crate) fn own_norms(&self) -> bool {
+        self.moe().is_some_and(|moe| moe.own_norms)
+    }
+
     /// Experts that a router chooses for one token; 1 without experts.
     fn taken(&self) -> usize {
         self.moe().map_or(1, |moe| moe.top_k)
@@ -105,12 +110,14 @@ pub struct Moe {
     /// Whether each expert's score has a correction, which is no parameter: it decides the choice and never changes.
     pub(crate) corrected: bool,
     pub(crate) shared: Option<SharedExpertShape>,
+    /// Whether the layer is one of Gemma 4: see [`crate::model::moe_norms`]. It has a shared expert without a gate.
+    pub(crate) own_norms: bool,
 }
 
 /// An MLP beside the experts that every token uses.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct SharedExpertShape {
-    /// Columns of the activation, which is [`Act::Swiglu`].
+    /// Columns of the activation, which is that of an expert.
     pub(crate) width: usize,
     /// Whether the output is multiplied by the sigmoid of a product of the input with a vector.
     pub(crate) gated: bool,

@@ -29,6 +29,16 @@ pub(super) enum Input {
     Added(DeviceSlice),
 }
 
+impl Input {
+    /// The slice, and whether to add to it.
+    pub(super) fn parts(self) -> (DeviceSlice, bool) {
+        match self {
+            Self::New(dx) => (dx, false),
+            Self::Added(dx) => (dx, true),
+        }
+    }
+}
+
 /// Gradients of [`linear`]; with `first` the gradients of the parameters are overwritten.
 pub(super) fn linear_backward<D: Kernels>(
     dev: &mut D,
@@ -38,10 +48,7 @@ pub(super) fn linear_backward<D: Kernels>(
     input: Input,
     first: bool,
 ) -> Result<()> {
-    let (dx, add) = match input {
-        Input::New(dx) => (dx, false),
-        Input::Added(dx) => (dx, true),
-    };
+    let (dx, add) = input.parts();
     match &params.fp8 {
         Some(fp8) => fp8.backward(dev, params, (x, dout), (dx, add), !first)?,
         None => products_backward(dev, params, (x, dout), (dx, add), !first)?,

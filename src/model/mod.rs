@@ -4,6 +4,7 @@
 //! A micro-step is `forward(Embed)`, `forward(Layer(0))` and up, `head`, `backward(Layer(L-1))` and down, `backward(Embed)`. After each
 //! backward module the gradients of that module's flat range are complete.
 
+mod activation;
 mod activation_arrays;
 pub(crate) mod activations;
 mod arithmetic;
@@ -30,6 +31,8 @@ mod loss_tile;
 mod micro_batch;
 pub(crate) mod mlp_tile;
 mod moe;
+mod moe_norms;
+mod norm;
 mod params;
 pub(crate) mod policy;
 pub(crate) mod presets;

@@ -9,11 +9,12 @@ use super::activation_arrays::{Activations, ExpertWork, LayerActivations, Routed
 use super::expert_bounds::bounds_of;
 use super::head::MicroStep;
 use super::layer_shape::Moe;
-use super::linear::weight_product;
+use super::linear::{Input, weight_product};
+use super::moe_norms::MoeNorms;
 use super::params::{LayerParams, LinearParams, Param};
 use super::shared_expert::SharedExpert;
 use crate::device::{
-    BiasBackward, ClampedSwiglu, Combine, DeviceSlice, Dispatch, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot,
+    BiasBackward, ClampedSwiglu, Combine, DeviceSlice, Dispatch, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, Geglu,
     GroupedMatmul, GroupedShape, Kernels, Matmul, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward, RouterBalance,
     RouterLogits, SegmentSums, Segments, Swiglu, Zero,
 };
@@ -31,6 +32,15 @@ pub(super) struct MoeLayer<'a> {
     /// Workspaces shared by all layers with experts.
     work: ExpertWork,
     shared: Option<SharedExpert<'a>>,
+    /// Norms of experts beside an MLP, which is the shared expert.
+    norms: Option<MoeNorms<'a>>,
+}
+
+/// Gradients of the experts: of their output, and memory for that of their input, which may be the same.
+#[derive(Clone, Copy)]
+struct ExpertGrads {
+    dout: DeviceSlice,
+    dx: DeviceSlice,
 }
 
 impl Model {
@@ -63,8 +73,10 @@ impl Model {
             act: work.act.slice(0, rows * moe.ffn.width),
             dweights: work.dweights.slice(0, rows),
             dlogits: work.dlogits.slice(0, tokens * moe.experts),
+            scaled: work.scaled,
         };
-        Some(MoeLayer { moe, params, router, act, kept, work, shared: self.shared_expert(layer) })
+        let (shared, norms) = (self.shared_expert(layer), self.moe_norms(layer, kept, work));
+        Some(MoeLayer { moe, params, router, act, kept, work, shared, norms })
     }
 }
 
@@ -78,16 +90,32 @@ impl MoeLayer<'_> {
     pub(super) fn route<D: Kernels>(&self, dev: &mut D) -> Result<()> {
         let RoutedActivations { logits, experts, weights, bounds, slots, entries, .. } = self.kept;
         let LinearParams { weight, bias, in_cols, .. } = self.router;
-        let bias = bias.map(|bias| bias.value);
-        dev.launch(RouterLogits { x: self.act.mlp_norm.out, weight: weight.value, bias, logits, channels: in_cols })?;
+        let (x, bias) = (self.router_input(dev)?, bias.map(|bias| bias.value));
+        dev.launch(RouterLogits { x, weight: weight.value, bias, logits, channels: in_cols })?;
         dev.launch(Route { logits, correction: self.params.correction.map(|parts| parts.value), experts, weights, shape: self.shape() })?;
         dev.launch(Segments { experts, bounds, slots, entries, shape: self.shape() })
     }
 
-    /// Computes the outputs of the experts' first matrices from the router's input.
+    /// The router's input; with norms of its own it is computed.
+    fn router_input<D: Kernels>(&self, dev: &mut D) -> Result<DeviceSlice> {
+        self.norms.map_or(Ok(self.act.mlp_norm.out), |norms| norms.router_input(dev))
+    }
+
+    /// The input of the experts; with norms of their own it is computed.
+    pub(super) fn normalise<D: Kernels>(&self, dev: &mut D) -> Result<DeviceSlice> {
+        self.norms.map_or(Ok(self.act.mlp_norm.out), |norms| norms.experts_input(dev))
+    }
+
+    /// The input of the experts after the forward pass.
+    fn input(&self) -> DeviceSlice {
+        if self.norms.is_some() { self.act.moe_norms.experts } else { self.act.mlp_norm.out }
+    }
+
+    /// Computes the outputs of the experts' first matrices from the norm before the MLP or, with norms of their own, from the residual stream.
     pub(super) fn enter<D: Kernels>(&self, dev: &mut D) -> Result<()> {
         self.shared.map_or(Ok(()), |shared| shared.enter(dev))?;
-        self.dispatch(dev, self.act.mlp_norm.out)?;
+        let x = self.normalise(dev)?;
+        self.dispatch(dev, x)?;
         let (mlp_in, out) = (&self.params.mlp_in, self.act.mlp_in);
         self.product(dev, MatmulLayout::Nt, mlp_in, [self.work.rows, mlp_in.weight.value, out], false)?;
         self.add_bias(dev, mlp_in, out)
@@ -101,32 +129,95 @@ impl MoeLayer<'_> {
 
     /// Computes the residual stream `out` from the outputs of the experts' first matrices.
     pub(super) fn leave<D: Kernels>(&self, dev: &mut D, out: DeviceSlice) -> Result<()> {
+        if let Some(norms) = self.norms {
+            self.add_branches(dev, &norms)?;
+            return norms.join(dev, out);
+        }
         let base = self.shared.map_or(Ok(self.act.mid), |shared| shared.leave(dev))?;
+        self.combine(dev, self.kept.weights, Some(base), out)
+    }
+
+    /// Recomputes the outputs of the experts and of the MLP beside them, and their sum. Without norms of these outputs nothing needs them.
+    pub(super) fn recompute_sum<D: Kernels>(&self, dev: &mut D) -> Result<()> {
+        let Some(norms) = self.norms else { return Ok(()) };
+        self.add_branches(dev, &norms)?;
+        norms.recompute_stats(dev)
+    }
+
+    /// Computes the outputs of the experts and of the MLP beside them, and the sum of their norms.
+    fn add_branches<D: Kernels>(&self, dev: &mut D, norms: &MoeNorms<'_>) -> Result<()> {
+        self.shared.map_or(Ok(()), |shared| shared.project(dev, None, self.act.moe_norms.post_shared.raw))?;
+        let weights = norms.weights(dev)?;
+        self.combine(dev, weights, None, self.act.moe_norms.post_experts.raw)?;
+        norms.sum(dev)
+    }
+
+    /// Computes the weighted sums of the experts' outputs from the outputs of their first matrices, and adds `base`, if there is one.
+    fn combine<D: Kernels>(&self, dev: &mut D, weights: DeviceSlice, base: Option<DeviceSlice>, out: DeviceSlice) -> Result<()> {
         let (ExpertWork { rows, act, .. }, mlp_out) = (self.work, &self.params.mlp_out);
         let gate_up = self.act.mlp_in;
         match self.moe.activation {
             ExpertActivation::Swiglu => dev.launch(Swiglu { gate_up, out: act, cols: self.moe.ffn.width })?,
+            ExpertActivation::Geglu => dev.launch(Geglu { gate_up, out: act, cols: self.moe.ffn.width })?,
             ExpertActivation::Clamped { alpha, limit } => dev.launch(ClampedSwiglu { gate_up, out: act, alpha, limit })?,
         }
         self.product(dev, MatmulLayout::Nt, mlp_out, [act, mlp_out.weight.value, rows], false)?;
         self.add_bias(dev, mlp_out, rows)?;
-        let RoutedActivations { slots, weights, .. } = self.kept;
-        dev.launch(Combine { x: rows, slots, weights: Some(weights), base: Some(base), out, cols: mlp_out.out_cols / self.moe.experts })
+        let slots = self.kept.slots;
+        dev.launch(Combine { x: rows, slots, weights: Some(weights), base, out, cols: mlp_out.out_cols / self.moe.experts })
     }
 
-    /// Computes the gradients of the experts and of the router. In `all`, `dresidual` is the gradient of the layer's output, and `dnorm`
-    /// becomes the gradient of the experts' input.
-    pub(super) fn backward<D: Kernels>(&self, dev: &mut D, all: &Activations, micro: MicroStep) -> Result<()> {
+    /// Computes the gradients of the experts, of the shared expert and of the router. `dout` is the gradient of their output. The gradient of
+    /// the output of the norm before the MLP becomes `dnorm` in `all`. Other norms of the layer add theirs to `dresidual`.
+    pub(super) fn backward<D: Kernels>(&self, dev: &mut D, all: &Activations, dout: DeviceSlice, micro: MicroStep) -> Result<()> {
+        let (dnorm, first) = (all.dnorm, micro.first);
+        if let Some(norms) = self.norms {
+            return self.backward_branches(dev, &norms, all, dout, micro);
+        }
+        self.experts_backward(dev, all, ExpertGrads { dout, dx: dnorm }, self.kept.weights, first)?;
+        self.router_backward(dev, self.act.mlp_norm.out, Input::Added(dnorm), micro)?;
+        self.shared.map_or(Ok(()), |shared| shared.backward(dev, dout, Input::Added(dnorm), first))
+    }
+
+    /// As [`MoeLayer::backward`], of experts beside an MLP. `dsum`, the gradient of the sum of both, may be `dnorm`.
+    fn backward_branches<D: Kernels>(
+        &self,
+        dev: &mut D,
+        norms: &MoeNorms<'_>,
+        all: &Activations,
+        dsum: DeviceSlice,
+        micro: MicroStep,
+    ) -> Result<()> {
         let first = micro.first;
+        let dout = norms.experts_gradient(dev, dsum, first)?;
+        let weights = norms.weights(dev)?;
+        self.experts_backward(dev, all, ExpertGrads { dout, dx: dout }, weights, first)?;
+        norms.leave_experts(dev, dout, first)?;
+        norms.weights_backward(dev, first)?;
+        let x = self.router_input(dev)?;
+        self.router_backward(dev, x, Input::New(norms.router_gradient()), micro)?;
+        norms.leave_router(dev, first)?;
+        let dout = norms.shared_gradient(dev, dsum, first)?;
+        self.shared.map_or(Ok(()), |shared| shared.backward(dev, dout, Input::New(all.dnorm), first))
+    }
+
+    /// Computes the gradients of the experts' parameters, of their input and of the `weights` of their rows.
+    fn experts_backward<D: Kernels>(
+        &self,
+        dev: &mut D,
+        all: &Activations,
+        ExpertGrads { dout, dx }: ExpertGrads,
+        weights: DeviceSlice,
+        first: bool,
+    ) -> Result<()> {
         let (ExpertWork { rows, act, .. }, LayerParams { mlp_in, mlp_out, .. }) = (self.work, self.params);
-        let Activations { dresidual, dnorm, .. } = *all;
         let (dinner, dfused) = (all.dinner.slice(0, act.elems()), all.dfused.slice(0, 2 * act.elems()));
-        self.dispatch(dev, dresidual)?;
+        self.dispatch(dev, dout)?;
         self.product(dev, MatmulLayout::Nn, mlp_out, [rows, mlp_out.weight.value, dinner], false)?;
-        self.activation_backward(dev, dinner, dfused)?;
+        self.activation_backward(dev, weights, dinner, dfused)?;
         self.bias_out_backward(dev, rows, first)?;
         self.weight_product(dev, mlp_out, [rows, act], !first)?;
-        self.dispatch(dev, self.act.mlp_norm.out)?;
+        self.dispatch(dev, self.input())?;
         self.weight_product(dev, mlp_in, [dfused, rows], !first)?;
         let (RoutedActivations { entries, bounds, .. }, accumulate, cols) = (self.kept, !first, 2 * self.moe.ffn.width);
         mlp_in.bias.map_or(Ok(()), |Param { grad: out, .. }| {
@@ -134,13 +225,11 @@ impl MoeLayer<'_> {
         })?;
         self.product(dev, MatmulLayout::Nn, mlp_in, [dfused, mlp_in.weight.value, rows], false)?;
         let slots = self.kept.slots;
-        dev.launch(Combine { x: rows, slots, weights: None, base: None, out: dnorm, cols: mlp_in.in_cols })?;
-        self.router_backward(dev, dnorm, micro)?;
-        self.shared.map_or(Ok(()), |shared| shared.backward(dev, first))
+        dev.launch(Combine { x: rows, slots, weights: None, base: None, out: dx, cols: mlp_in.in_cols })
     }
 
-    fn activation_backward<D: Kernels>(&self, dev: &mut D, da: DeviceSlice, dgate_up: DeviceSlice) -> Result<()> {
-        let RoutedActivations { weights, entries, .. } = self.kept;
+    fn activation_backward<D: Kernels>(&self, dev: &mut D, weights: DeviceSlice, da: DeviceSlice, dgate_up: DeviceSlice) -> Result<()> {
+        let entries = self.kept.entries;
         let ExpertWork { act: weighted, dweights, .. } = self.work;
         let (Moe { activation, ffn, .. }, gate_up) = (self.moe, self.act.mlp_in);
         let cols = ffn.width;
@@ -157,21 +246,21 @@ impl MoeLayer<'_> {
         dev.launch(SegmentSums { x: dout, weights: Some(weights), entries, bounds, out, accumulate: !first, cols })
     }
 
-    /// Adds the router's contribution to `dnorm`.
-    fn router_backward<D: Kernels>(&self, dev: &mut D, dnorm: DeviceSlice, micro: MicroStep) -> Result<()> {
+    /// Computes the gradients of the router and of its input `x`.
+    fn router_backward<D: Kernels>(&self, dev: &mut D, x: DeviceSlice, dx: Input, micro: MicroStep) -> Result<()> {
         let RoutedActivations { logits, experts, weights, slots, .. } = self.kept;
         let (ExpertWork { dweights, dlogits, .. }, shape) = (self.work, self.shape());
         dev.launch(RouterBackward { logits, experts, weights, slots, dweights, dlogits, shape })?;
         self.balance(dev, micro)?;
-        let first = micro.first;
+        let (first, (dx, add)) = (micro.first, dx.parts());
         if let Some(Param { grad, .. }) = self.params.correction.filter(|_| first) {
             dev.launch(Zero { x: grad })?;
         }
         let LinearParams { weight, bias, out_cols, in_cols, .. } = self.router;
         let to_input = MatmulShape { layout: MatmulLayout::Nn, m: shape.tokens, n: in_cols, k: out_cols };
         let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: out_cols, n: in_cols, k: shape.tokens };
-        dev.launch(Matmul::plain(to_input, [dlogits, weight.value, dnorm]).onto_itself(true))?;
-        weight_product(dev, to_weight, [dlogits, self.act.mlp_norm.out], weight, !first)?;
+        dev.launch(Matmul::plain(to_input, [dlogits, weight.value, dx]).onto_itself(add))?;
+        weight_product(dev, to_weight, [dlogits, x], weight, !first)?;
         if let Some(bias) = bias { dev.launch(BiasBackward { dout: dlogits, dbias: bias.grad, accumulate: !first }) } else { Ok(()) }
     }
 

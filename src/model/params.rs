@@ -120,6 +120,7 @@ pub(super) struct LayerParams {
     /// Correction of the experts' scores: see [`super::correction`].
     pub(crate) correction: Option<Param>,
     pub(crate) shared: Option<SharedParams>,
+    pub(crate) moe_norms: Option<MoeNormParams>,
     pub(crate) mlp_in: LinearParams,
     pub(crate) mlp_out: LinearParams,
     /// Expansions of the layer's matrices in MXFP4 into the memory of their values, which all layers share.
@@ -146,6 +147,18 @@ pub(super) struct SharedParams {
     pub(crate) mlp_out: LinearParams,
     /// Weight `[1, channels]`.
     pub gate: Option<LinearParams>,
+}
+
+/// Norms and factors of experts beside an MLP.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MoeNormParams {
+    /// Factor on the router's normalised input, as the weight of a norm.
+    pub router: NormParams,
+    /// Factors on the weights of choices.
+    pub expert_scale: Param,
+    pub(crate) experts: NormParams,
+    pub(crate) post_experts: NormParams,
+    pub(crate) post_shared: NormParams,
 }
 
 #[derive(Debug)]
@@ -266,6 +279,7 @@ impl Flat<'_> {
             router: self.table.find(module, Role::Router).map(|_| self.linear(module, Role::Router, Some(Role::RouterBias))),
             correction: self.find(module, Role::Correction),
             shared: self.shared(module),
+            moe_norms: self.moe_norms(module),
             mlp_in: self.linear(module, Role::MlpIn, Some(Role::MlpInBias)),
             mlp_out: self.linear(module, Role::MlpOut, Some(Role::MlpOutBias)),
             expansions: self.expansions(module),
@@ -313,6 +327,17 @@ impl Flat<'_> {
             mlp_in: self.linear(module, Role::SharedIn, None),
             mlp_out: self.linear(module, Role::SharedOut, None),
             gate: has(Role::SharedGate).then(|| self.linear(module, Role::SharedGate, None)),
+        })
+    }
+
+    fn moe_norms(&self, module: Module) -> Option<MoeNormParams> {
+        let norm = |role| Some(NormParams { weight: self.find(module, role)?, bias: None });
+        Some(MoeNormParams {
+            router: norm(Role::RouterScale)?,
+            expert_scale: self.find(module, Role::ExpertScale)?,
+            experts: norm(Role::ExpertsNorm)?,
+            post_experts: norm(Role::PostExpertsNorm)?,
+            post_shared: norm(Role::PostSharedNorm)?,
         })
     }
 

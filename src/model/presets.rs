@@ -9,9 +9,9 @@ use std::path::Path;
 /// Name and `config.json` of every preset. The sizes are those of the published `google/gemma-2-2b`, `google/gemma-2-9b`,
 /// `google/gemma-2-27b`, `google/gemma-3-1b-pt`, `microsoft/phi-4`, `ByteDance-Seed/Seed-OSS-36B-Base`, `meta-llama/Llama-3.1-70B`,
 /// `Qwen/Qwen3-VL-8B-Instruct`, `mistralai/Ministral-3-14B-Base-2512`, `mistralai/Mistral-Small-3.1-24B-Base-2503` and
-/// `google/gemma-3-27b-pt`; `gemma-4-31b` is `google/gemma-4-31b`; the other presets are published under their own names, `qwen3.5-9b` as `Qwen/Qwen3.5-9B` and
-/// `qwen3-next-80b-a3b` as `Qwen/Qwen3-Next-80B-A3B-Instruct`. Presets of multimodal models have the text part alone.
-pub const PRESETS: [(&str, &str); 28] = [
+/// `google/gemma-3-27b-pt`; `gemma-4-31b` is `google/gemma-4-31b` and `gemma-4-26b-a4b` is `google/gemma-4-26B-A4B`; the other presets are
+/// published under their own names, `qwen3.5-9b` as `Qwen/Qwen3.5-9B` and `qwen3-next-80b-a3b` as `Qwen/Qwen3-Next-80B-A3B-Instruct`. Presets of multimodal models have the text part alone.
+pub const PRESETS: [(&str, &str); 29] = [
     ("qwen3-4b", include_str!("presets/qwen3-4b.json")),
     ("llama-8b", include_str!("presets/llama-8b.json")),
     ("qwen3-14b", include_str!("presets/qwen3-14b.json")),
@@ -36,6 +36,7 @@ pub const PRESETS: [(&str, &str); 28] = [
     ("mistral-small-24b", include_str!("presets/mistral-small-24b.json")),
     ("gemma-3-27b", include_str!("presets/gemma-3-27b.json")),
     ("gemma-4-31b", include_str!("presets/gemma-4-31b.json")),
+    ("gemma-4-26b-a4b", include_str!("presets/gemma-4-26b-a4b.json")),
     ("qwen3.5-0.8b", include_str!("presets/qwen3.5-0.8b.json")),
     ("qwen3.5-4b", include_str!("presets/qwen3.5-4b.json")),
     ("qwen3.5-9b", include_str!("presets/qwen3.5-9b.json")),
@@ -166,6 +167,8 @@ mod tests {
             ("mixtral-8x7b", 46_702_792_704, 12_748_587_008),
             ("qwen3.5-35b-a3b", 34_660_610_688, 2_945_269_760),
             ("qwen3-next-80b-a3b", 79_674_391_296, 3_562_373_120),
+            // With a factor for each layer.
+            ("gemma-4-26b-a4b", 25_233_141_790, 3_821_830_144),
         ] {
             let table = TensorTable::new(&shape(Path::new(name)).unwrap());
             assert_eq!((table.params(), table.matmul_params()), (params, taken), "{name}");

@@ -1,15 +1,17 @@
-//! The shared expert of a layer with experts: an MLP that every token uses, in some models with a gate.
+//! The shared expert of a layer with experts: an MLP that every token uses, in some models with a gate. It reads the norm before the MLP.
 //!
 //! The gate is a router with a single expert: the weight of a token is the sigmoid of its logit. A gated output is therefore a sum of one
 //! weighted row, and its gradients are those of an expert whose rows are the tokens.
 
 use super::Model;
+use super::activation::{activate, activate_backward};
 use super::activation_arrays::{Activations, GateWork, SharedWork};
+use super::layer_shape::{Ffn, Moe};
 use super::linear::{Input, linear, linear_backward, weight_product};
 use super::params::{LinearParams, SharedParams};
 use crate::device::{
     Combine, DeviceSlice, ExpertActivation, ExpertBackward, Kernels, Matmul, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward,
-    RouterLogits, RouterRule, Segments, SigmoidRule, Swiglu, SwigluBackward,
+    RouterLogits, RouterRule, Segments, SigmoidRule,
 };
 use crate::error::Result;
 
@@ -17,7 +19,10 @@ use crate::error::Result;
 #[derive(Clone, Copy)]
 pub(super) struct SharedExpert<'a> {
     params: &'a SharedParams,
-    /// Input of the layer's experts.
+    ffn: Ffn,
+    /// Activation of the layer's experts, which is that of `ffn`.
+    activation: ExpertActivation,
+    /// Output of the norm before the MLP.
     x: DeviceSlice,
     /// Residual stream between attention and MLP.
     mid: DeviceSlice,
@@ -31,9 +36,10 @@ impl Model {
     /// The shared expert of `layer`, if it has one.
     pub(super) fn shared_expert(&self, layer: usize) -> Option<SharedExpert<'_>> {
         let (params, act, all) = (self.layers[layer].shared.as_ref()?, &self.activations.layers[layer], &self.activations);
-        let work = all.shared?;
+        let (Moe { ffn, activation, .. }, work) = (self.shape.layers[layer].mlp.moe()?, all.shared?);
+        let ffn = Ffn { width: params.mlp_out.in_cols, ..ffn };
         let work = SharedWork { act: work.act.slice(0, all.tokens.elems() * params.mlp_out.in_cols), ..work };
-        Some(SharedExpert { params, x: act.mlp_norm.out, mid: act.mid, gate_up: act.shared_in, work, all })
+        Some(SharedExpert { params, ffn, activation, x: act.mlp_norm.out, mid: act.mid, gate_up: act.shared_in, work, all })
     }
 }
 
@@ -47,11 +53,11 @@ impl SharedExpert<'_> {
     /// have no values during a forward pass, lend their memory.
     pub(super) fn leave<D: Kernels>(&self, dev: &mut D) -> Result<DeviceSlice> {
         let (Activations { dnorm: sum, dresidual: product, .. }, mlp_out, act) = (self.all, &self.params.mlp_out, self.work.act);
-        dev.launch(Swiglu { gate_up: self.gate_up, out: act, cols: mlp_out.in_cols })?;
         let Some((gate, work)) = self.gate() else {
-            linear(dev, mlp_out, act, Some(self.mid), *sum)?;
+            self.project(dev, Some(self.mid), *sum)?;
             return Ok(*sum);
         };
+        activate(dev, self.ffn, self.gate_up, act, None)?;
         self.open(dev, gate, work)?;
         linear(dev, mlp_out, act, None, *product)?;
         let GateWork { slots, weights, .. } = work;
@@ -59,16 +65,22 @@ impl SharedExpert<'_> {
         Ok(*sum)
     }
 
-    /// Computes the gradients of the parameters, and adds the gradient of the input to `dnorm`. `dresidual` is the gradient of the output.
-    pub(super) fn backward<D: Kernels>(&self, dev: &mut D, first: bool) -> Result<()> {
-        let (Activations { dresidual: dout, dnorm: dx, .. }, act, width) = (self.all, self.work.act, self.params.mlp_out.in_cols);
+    /// Computes the output without a gate from that of the first matrix, and adds it to `base`, if there is one.
+    pub(super) fn project<D: Kernels>(&self, dev: &mut D, base: Option<DeviceSlice>, out: DeviceSlice) -> Result<()> {
+        activate(dev, self.ffn, self.gate_up, self.work.act, None)?;
+        linear(dev, &self.params.mlp_out, self.work.act, base, out)
+    }
+
+    /// Computes the gradients of the parameters and of the input from the gradient `dout` of the output.
+    pub(super) fn backward<D: Kernels>(&self, dev: &mut D, dout: DeviceSlice, dx: Input, first: bool) -> Result<()> {
+        let (act, width) = (self.work.act, self.ffn.width);
         let (dact, dgate_up) = (self.all.dinner.slice(0, act.elems()), self.all.dfused.slice(0, 2 * act.elems()));
         let (gate_up, mlp_out) = (self.gate_up, &self.params.mlp_out);
         match self.gate() {
             None => {
-                dev.launch(Swiglu { gate_up, out: act, cols: width })?;
-                linear_backward(dev, mlp_out, act, *dout, Input::New(dact), first)?;
-                dev.launch(SwigluBackward { dout: dact, gate_up, dgate_up, cols: width })?;
+                activate(dev, self.ffn, gate_up, act, None)?;
+                linear_backward(dev, mlp_out, act, dout, Input::New(dact), first)?;
+                activate_backward(dev, self.ffn, dact, gate_up, dgate_up, None)?;
             }
             Some((gate, work)) => {
                 // Layers share the memory of the gate.
@@ -76,17 +88,16 @@ impl SharedExpert<'_> {
                 let shape = |layout, m, n, k| MatmulShape { layout, m, n, k };
                 let (tokens, channels) = (self.tokens(), mlp_out.out_cols);
                 let to_input = shape(MatmulLayout::Nn, tokens, width, channels);
-                dev.launch(Matmul::plain(to_input, [*dout, mlp_out.weight.value, dact]))?;
+                dev.launch(Matmul::plain(to_input, [dout, mlp_out.weight.value, dact]))?;
                 let GateWork { weights, entries, dweights, .. } = work;
-                let activation = ExpertActivation::Swiglu;
-                let weighted = act;
+                let (activation, weighted) = (self.activation, act);
                 dev.launch(ExpertBackward { da: dact, gate_up, weights, entries, dgate_up, weighted, dweights, activation, cols: width })?;
                 let to_weight = shape(MatmulLayout::Tn, channels, width, tokens);
-                weight_product(dev, to_weight, [*dout, weighted], mlp_out.weight, !first)?;
+                weight_product(dev, to_weight, [dout, weighted], mlp_out.weight, !first)?;
             }
         }
-        linear_backward(dev, &self.params.mlp_in, self.x, dgate_up, Input::Added(*dx), first)?;
-        self.gate().map_or(Ok(()), |(gate, work)| self.gate_backward(dev, (gate, work), *dx, first))
+        linear_backward(dev, &self.params.mlp_in, self.x, dgate_up, dx, first)?;
+        self.gate().map_or(Ok(()), |(gate, work)| self.gate_backward(dev, (gate, work), dx.parts().0, first))
     }
 
     fn gate(&self) -> Option<(&LinearParams, GateWork)> {

@@ -11,6 +11,7 @@ mod delta;
 mod file_rows;
 mod frozen;
 mod interleaved;
+mod moe_norms;
 mod role;
 mod token_rows;
 
@@ -133,7 +134,8 @@ pub struct TensorSpec {
     pub packed: bool,
     /// Number of experts in the tensor, and number of experts for each token; 1 and 1 without experts.
     pub(crate) experts: (usize, usize),
-    /// Whether weight decay applies: matrices, embeddings and, as in the Hugging Face Trainer, sinks; not norms and biases.
+    /// Whether weight decay applies: matrices, embeddings and, as in the Hugging Face Trainer, sinks and factors of a router; not norms and
+    /// biases.
     pub decay: bool,
     pub(crate) init: Init,
     /// Parts in files, see [`TensorSpec::parts`]. If each expert has its own tensors, the parts of one expert, with names relative to its
@@ -342,7 +344,7 @@ impl TableBuilder<'_> {
             Module::Layer(layer) => format!("layers.{layer}.{}", role.name(self.gated(layer))),
             _ => role.name(false).to_string(),
         };
-        let decay = shape.len() == 2 || matches!(role, Role::Sinks | Role::DeltaRate);
+        let decay = shape.len() == 2 || matches!(role, Role::Sinks | Role::DeltaRate | Role::RouterScale | Role::ExpertScale);
         let (index, frozen, experts_path) = (self.specs.len() - self.row_tensors, self.shape.frozen.contains(&name), None);
         let packed = frozen && self.shape.packs_experts && files.iter().all(HfPart::may_be_packed);
         let end = match (frozen, packed) {
@@ -453,6 +455,9 @@ impl TableBuilder<'_> {
         self.linear(module, roles, &[at(names.router)], &[moe.experts], self.shape.channels, self.matrix_init());
         if moe.corrected {
             self.correction(module, moe.experts, at(&format!("{}.{CORRECTION}", names.router)));
+        }
+        if moe.own_norms {
+            self.moe_norms(module, moe.experts, &at);
         }
         if let (Some(shape), Some(shared)) = (moe.shared, &names.shared) {
             self.shared_expert(module, shape, shared, at);
@@ -591,8 +596,9 @@ pub(in crate::model) mod tests {
     pub(in crate::model) fn shape(architecture: &str) -> ModelShape {
         let spec = Family::find(architecture).unwrap().spec();
         let more = match spec.moe {
-            None if spec.is_gemma4() => {
+            _ if spec.is_gemma4() => {
                 r#", "hidden_size_per_layer_input": 0, "global_head_dim": 12, "attention_k_eq_v": true, "num_global_key_value_heads": 1,
+                "enable_moe_block": true, "num_experts": 3, "top_k_experts": 2, "moe_intermediate_size": 12,
                 "rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5}, "sliding_attention":
                 {"rope_type": "default"}}"#
             }
@@ -666,6 +672,10 @@ pub(in crate::model) mod tests {
         assert_eq!(part("Qwen3ForCausalLM", Role::KNorm, 0), ("model.layers.1.self_attn.k_norm.weight".into(), vec![8]));
         let of_an_expert = part("Qwen3MoeForCausalLM", Role::MlpIn, 5);
         assert_eq!(of_an_expert, ("model.layers.1.mlp.experts.2.up_proj.weight".into(), vec![12, 32]));
+        let gemma = |role| part("Gemma4ForCausalLM", role, 0);
+        assert_eq!(gemma(Role::MlpIn), ("model.layers.1.experts.gate_up_proj".into(), vec![3, 24, 32]));
+        assert_eq!(gemma(Role::SharedIn), ("model.layers.1.mlp.gate_proj.weight".into(), vec![40, 32]));
+        assert_eq!(gemma(Role::ExpertScale), ("model.layers.1.router.per_expert_scale".into(), vec![3]));
     }
 
     #[test]
@@ -674,6 +684,10 @@ pub(in crate::model) mod tests {
         let spared = |spec: &&TensorSpec| !spec.decay;
         assert!(table.specs().iter().filter(spared).all(|spec| spec.name.contains("norm") || spec.name.ends_with("bias")));
         assert_eq!(table.specs().iter().filter(spared).count(), 2 * 8 + 2);
+        // Factors of a router decay, norms of experts do not.
+        let table = TensorTable::new(&shape("Gemma4ForCausalLM"));
+        let decayed = table.specs().iter().filter(|spec| spec.shape.len() == 1 && spec.decay).map(|spec| spec.role);
+        assert_eq!(decayed.collect::<Vec<_>>(), [Role::ExpertScale, Role::RouterScale].repeat(2));
     }
 
     #[test]

@@ -543,11 +543,42 @@ fn memory_of_experts_is_that_of_the_rows_of_all_tokens() {
     }
 }
 
+/// Computed by hand, for two sequences of two layers in 32 channels: beside six experts, of which a token takes two, an MLP of 40 columns.
+#[test]
+fn memory_of_experts_beside_an_mlp_has_the_inputs_of_their_norms() {
+    let (shape, tokens, aligned) = (golden_shape("gemma4_moe"), 2 * SEQ_LENGTH, |elems: usize| elems.next_multiple_of(128));
+    let tile = LossTile { rows: 10, vocab: 24, tail: 0 };
+    let elems_of = |shape: &ModelShape, policies: &[LayerPolicy], name: &str| {
+        let plan = ActivationPlan::new(MicroBatch { batch: 2, tile, ..micro_batch(shape, policies) }).unwrap();
+        plan.allocations().iter().find(|allocation| allocation.name == name).map(|allocation| allocation.elems)
+    };
+    let elems = |policies: &[LayerPolicy], name: &str| elems_of(&shape, policies, name);
+    let (rows, stats) = (aligned(tokens * 32), aligned(tokens));
+    for (name, of_layer) in [
+        ("layers.experts_raw", rows),
+        ("layers.experts_raw_stats", stats),
+        ("layers.shared_raw", rows),
+        ("layers.shared_raw_stats", stats),
+        ("layers.mlp_raw", rows),
+        ("layers.shared_in", aligned(tokens * 80)),
+    ] {
+        let numbers = [[Keep; 2], [RecomputeCheap; 2], [RecomputeBlock; 2]].map(|policies| elems(&policies, name));
+        assert_eq!(numbers, [Some(2 * of_layer), Some(2 * of_layer), Some(of_layer)], "{name}");
+    }
+    let numbers = [[Keep; 2], [RecomputeCheap; 2]].map(|policies| elems(&policies, "layers.experts_norm_out"));
+    assert_eq!(numbers, [Some(2 * rows), Some(rows)]);
+    assert_eq!(elems(&[Keep; 2], "scaled_expert_weights"), Some(tokens * 2));
+    assert_eq!(elems_of(&golden_shape("gemma4"), &[Keep; 3], "layers.experts_raw"), None);
+    // The widest gradient is that of attention's output, unless it is that of a norm.
+    assert_eq!(elems(&[Keep; 2], "dinner"), Some(tokens * 64));
+    assert_eq!(elems_of(&ModelShape { channels: 96, ..shape.clone() }, &[Keep; 2], "dinner"), Some(tokens * 96));
+}
+
 /// Norms with and without bias, with and without a norm of queries and keys, with experts in some layers. Copies run as early as events
 /// allow, or so late, behind many unrelated copies, that a pass with a missing wait reads old data.
 #[test]
 fn kept_activations_change_no_bit() {
-    for family in ["gpt2", "llama", "qwen3", "qwen3_moe", "qwen3_5"] {
+    for family in ["gpt2", "llama", "qwen3", "qwen3_moe", "qwen3_5", "gemma4_moe"] {
         let shape = deep(family);
         let kept = two_steps::<f32>(&shape, &[Keep; 7], StreamOrder::Threads, 0);
         let schedules = || (0..sweep(3, 8)).map(|seed| StreamOrder::Adversary { seed }).chain([StreamOrder::Threads]);
@@ -569,12 +600,13 @@ fn a_device_gets_ready_by_one_layer_of_each_kind() {
     assert_eq!(kinds("llama", &[Keep; 7]), [0]);
     assert_eq!(kinds("gpt_oss", &[Keep; 7]), [0, 1]);
     assert_eq!(kinds("qwen3_5", &[Keep; 7]), [0, 2]);
+    assert_eq!(kinds("gemma4_moe", &[Keep; 7]), [0, 1]);
     assert_eq!(kinds("gpt_oss", &[Host, Host, Keep, Keep, Host, Host, Keep]), [0, 1, 2, 3]);
 }
 
 #[test]
 fn kept_activations_change_no_bit_of_a_narrow_format() {
-    for family in ["qwen3", "mixtral", "qwen3_5"] {
+    for family in ["qwen3", "mixtral", "qwen3_5", "gemma4_moe"] {
         let shape = deep(family);
         let kept = two_steps::<half::bf16>(&shape, &[Keep; 7], StreamOrder::Threads, 0);
         for policies in POLICIES {

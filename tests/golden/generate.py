@@ -1,6 +1,6 @@
 """Writes the golden values of tests/parity.rs: tiny random models of every family, trained for ten steps by PyTorch.
 
-Made with torch 2.15.0, transformers 5.23.0 (ministral3, gemma4, glm4_moe, dots1, qwen2_moe, qwen3_weighted, qwen3_5, qwen3_5_moe, qwen3_next, frozen ones, tokens ones: 5.24.0), peft 0.21.2 (tokens ones) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
+Made with torch 2.15.0, transformers 5.23.0 (ministral3, gemma4, gemma4_moe, gemma4_moe_packed, glm4_moe, dots1, qwen2_moe, qwen3_weighted, qwen3_5, qwen3_5_moe, qwen3_next, frozen ones, tokens ones: 5.24.0), peft 0.21.2 (tokens ones) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
 
     python generate.py [FAMILY...]
 
@@ -197,10 +197,22 @@ FAMILIES["qwen3_next"] = transformers.Qwen3NextConfig(
     moe_intermediate_size=12, shared_expert_intermediate_size=20, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True,
     mlp_only_layers=[1], rms_norm_eps=DELTA_EPSILON, rope_parameters=dict(plain_rope(1000.0), partial_rotary_factor=0.25),
 )
+# Two of six experts beside an MLP, which have widths of their own.
+GEMMA4_MOE = dict(
+    **SIZES, **COMMON, num_key_value_heads=2, head_dim=8, global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True,
+    sliding_window=5, layer_types=["sliding_attention", "full_attention"], hidden_size_per_layer_input=0, vocab_size_per_layer_input=0,
+    final_logit_softcapping=3.0, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=12,
+    rope_parameters=dict(
+        full_attention=dict(rope_type="proportional", rope_theta=1000.0, partial_rotary_factor=0.25), sliding_attention=plain_rope(100.0)
+    ),
+)
+FAMILIES["gemma4_moe"] = transformers.Gemma4TextConfig(**GEMMA4_MOE)
 # Lengths of documents in rows of packed families, row by row in turn. Each document runs alone: transformers' delta rule in plain torch
 # ignores where documents begin.
-PACKED = {"qwen3_5_packed": [[130], [1, 63, 64, 2], [65, 65], [66, 64]]}
+PACKED = {"qwen3_5_packed": [[130], [1, 63, 64, 2], [65, 65], [66, 64]], "gemma4_moe_packed": [[16], [1, 15], [5, 11], [7, 2, 7]]}
 FAMILIES["qwen3_5_packed"] = FAMILIES["qwen3_5"]
+# Scores of Gemma 4 have no factor, and its softmax is sharp: with a smaller epsilon, float32 norms are off by 1e-6 and more from those in float64.
+FAMILIES["gemma4_moe_packed"] = transformers.Gemma4TextConfig(**GEMMA4_MOE, rms_norm_eps=0.1)
 
 # Multiples of 1/4096, some of them 0 and 1, weigh the targets of these families.
 WEIGHTED = {"qwen3_weighted"}
@@ -227,6 +239,8 @@ TOKENS = {"tokens": (37, 53), "tokens_tied": (30, 41)}
 FROZEN["tokens"] = [r"layers\.0\.", r"norm"]
 FAMILIES["tokens"] = FAMILIES["llama"]
 FAMILIES["tokens_tied"] = FAMILIES["qwen3"]
+# Where two experts nearly tie with the usual seed.
+SEEDS = {"gemma4_moe_packed": 1237}
 # The factor on the loss that balances experts.
 BALANCE = {"qwen3_moe_balanced": 2.0}
 
@@ -234,6 +248,7 @@ BALANCE = {"qwen3_moe_balanced": 2.0}
 def randomize(model, generator):
     """Norms off one and biases off zero, so that each of them matters."""
     centred = [name for name, module in model.named_modules() if type(module).__name__ in ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm")]
+    names = {name for name, _ in model.named_parameters()}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -242,6 +257,9 @@ def randomize(model, generator):
                 parameter.copy_(-2.0 + 1.5 * noise)
             elif name.endswith("conv1d.weight"):
                 parameter.copy_(0.35 * noise)
+            elif name.endswith("router.proj.weight") and name.removesuffix("proj.weight") + "scale" in names:
+                # The input of Gemma 4's router is short: a row has length 1.
+                parameter.copy_(noise)
             elif parameter.dim() > 1 and not name.endswith("bias"):
                 parameter.copy_(0.2 * noise)
             else:
@@ -289,7 +307,8 @@ def watch_routers(model):
         return (keys[..., count - 1] - keys[..., count]).min() if count < keys.shape[-1] else torch.inf
 
     def check(module, _, output):
-        keys = output[0].detach()
+        # Gemma 4 gives probabilities in place of logits.
+        keys = output[0].detach().log() if hasattr(module, "per_expert_scale") else output[0].detach()
         margins = []
         if hasattr(module, "e_score_correction_bias"):
             keys = (keys.sigmoid() + module.e_score_correction_bias).unflatten(-1, (module.num_group, -1))
@@ -297,11 +316,11 @@ def watch_routers(model):
             margins.append(margin(groups, module.topk_group))
             chosen = groups.topk(module.topk_group, dim=-1).indices
             keys = keys.gather(-2, chosen[..., None].expand(-1, -1, keys.shape[-1])).flatten(-2)
-        margins.append(margin(keys, module.top_k))
+        margins.append(margin(keys, module.config.top_k_experts if hasattr(module, "per_expert_scale") else module.top_k))
         assert min(margins) > 1e-4, f"two experts or groups nearly tie: {margins}"
 
     for module in model.modules():
-        if type(module).__name__.lower().endswith("topkrouter"):
+        if type(module).__name__.lower().endswith(("topkrouter", "gemma4textrouter")):
             module.register_forward_hook(check)
 
 
@@ -386,7 +405,7 @@ def generate(family, root):
     directory.mkdir(exist_ok=True)
     for old in directory.iterdir():
         old.unlink()
-    generator = torch.Generator().manual_seed(1234)
+    generator = torch.Generator().manual_seed(SEEDS.get(family, 1234))
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation="eager").float().eval()
     randomize(model, generator)
     save(model, family, directory)

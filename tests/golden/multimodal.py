@@ -48,6 +48,19 @@ FAMILIES = {
         ),
         audio_config=None, image_token_id=60, video_token_id=61, boi_token_id=62, eoi_token_id=63,
     ),
+    "gemma4_moe_vision": lambda: transformers.Gemma4Config(
+        text_config=dict(
+            TEXT, head_dim=8, global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"], hidden_size_per_layer_input=0, vocab_size_per_layer_input=0,
+            pad_token_id=60, final_logit_softcapping=30.0, rms_norm_eps=0.1, enable_moe_block=True, num_experts=6, top_k_experts=2,
+            moe_intermediate_size=12,
+        ),
+        vision_config=dict(
+            hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+            position_embedding_size=16, patch_size=4,
+        ),
+        audio_config=None, image_token_id=60, video_token_id=61, boi_token_id=62, eoi_token_id=63,
+    ),
     "mistral3_vision": lambda: transformers.Mistral3Config(
         text_config=dict(TEXT, model_type="mistral", head_dim=8, sliding_window=None, rms_norm_eps=1e-5, rope_theta=100.0),
         vision_config=dict(PIXTRAL, model_type="pixtral"), image_token_index=60, tie_word_embeddings=False,
@@ -208,9 +221,10 @@ def tower_in_bfloat16(tensors):
 
 
 # Scores of Gemma 4 have no factor, and its softmax is sharp: with most seeds, torch's float32 norms are off by 1e-6 and more from those in float64.
-SEEDS = {"gemma4_vision": 1235}
+SEEDS = {"gemma4_vision": 1235, "gemma4_moe_vision": 1236}
 EDITS = {
     "gemma3_vision": dict(config=without_defaults),
+    "gemma4_moe_vision": dict(config=with_global_heads, tensors=lambda tensors: tower_in_bfloat16(tensors)),
     "gemma4_vision": dict(config=with_global_heads, tensors=lambda tensors: tower_in_bfloat16(tensors)),
     "mistral3_vision": dict(config=silent_on_ties),
     "qwen2_vl": dict(tensors=layout_of_4_52),

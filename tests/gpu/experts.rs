@@ -12,14 +12,17 @@ use super::route::{sorted, spread, to_one};
 use std::io::Write;
 use superoffload::internals::device::{
     ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, GroupedMatmul, GroupedShape, MatmulLayout, MatmulShape,
-    RouteShape, RouterRule, SegmentSums,
+    RouteShape, RouterRule, ScaleChoices, ScaleChoicesBackward, SegmentSums,
 };
 use superoffload::internals::dtype::Dtype;
 
 const FP32: Dtype = Dtype::Float32;
-const ACTIVATIONS: [ExpertActivation; 2] = [ExpertActivation::Swiglu, ExpertActivation::Clamped { alpha: 1.702, limit: 3.0 }];
+const ACTIVATIONS: [ExpertActivation; 3] =
+    [ExpertActivation::Swiglu, ExpertActivation::Clamped { alpha: 1.702, limit: 3.0 }, ExpertActivation::Geglu];
 /// Roundings of a term, which is an activation, in addition to the fp32 sum of a row: several roundings and an exponential.
 const ACTIVATION_ROUNDINGS: f64 = 40.0;
+/// `2 sqrt(2 / pi)`, in the tanh form of GELU.
+const GELU: f64 = 1.595_769_121_605_730_7;
 
 /// The products alone, by the implementation on the device of the suite.
 pub fn products<W: Write>(suite: &mut Suite<'_, W>) {
@@ -62,6 +65,12 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
                     let choices = choices(random, shape);
                     biases(bench, random, dtype, shape, &choices, cols)
                 });
+                if cols < 64 {
+                    suite.case(&format!("scale_choices {dtype} {tokens}x{top_k}, {kind}"), |bench, random| {
+                        let choices = choices(random, shape);
+                        scales(bench, random, dtype, shape, &choices)
+                    });
+                }
             }
             for activation in ACTIVATIONS {
                 suite.case(&format!("expert_backward {activation:?} {dtype} {tokens}x{top_k} rows of {cols}"), |bench, random| {
@@ -189,12 +198,42 @@ fn biases(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: RouteShap
     })
 }
 
+/// Factors of experts on the weights of choices, and their gradients.
+fn scales(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: RouteShape, choices: &[i32]) -> Outcome {
+    let [bounds, _, entries] = sorted(shape, choices);
+    let (by_choice, by_row) = (random.uniform(FP32, shape.rows()), random.uniform(FP32, shape.rows()));
+    let (factors, before) = (random.uniform(dtype, shape.experts), random.uniform(dtype, shape.experts));
+    let mut case = Case::default();
+    let (weights, experts) = (case.input("weights", FP32, &by_choice), case.ints("experts", choices));
+    let (scale, out) = (case.input("scale", dtype, &factors), case.output("out", FP32, shape.rows(), Want::Same));
+    case.check(bench, &|dev, at| dev.launch(ScaleChoices { weights: at[weights], experts: at[experts], scale: at[scale], out: at[out] }))?;
+    let near = |expert: usize| {
+        let segment = bounds[expert] as usize..bounds[expert + 1] as usize;
+        let count = segment.len();
+        Sum::of(segment.map(|row| f64::from(by_choice[entries[row] as usize]) * f64::from(by_row[row]))).near(growth(count))
+    };
+    let mut worst = 0f64;
+    for accumulate in [false, true] {
+        let mut case = Case::default();
+        let (weights, scale) = (case.input("weights", FP32, &by_choice), case.input("scale", dtype, &factors));
+        let (entries, bounds) = (case.ints("entries", &entries), case.ints("bounds", &bounds));
+        let dweights = case.updated("dweights", FP32, &by_row, Want::Same);
+        let dscale = case.gradient("dscale", dtype, accumulate.then_some(&before[..]), (0..shape.experts).map(near).collect());
+        worst = worst.max(case.check(bench, &|dev, at| {
+            let (weights, entries, bounds, scale) = (at[weights], at[entries], at[bounds], at[scale]);
+            dev.launch(ScaleChoicesBackward { weights, entries, bounds, scale, dweights: at[dweights], dscale: at[dscale], accumulate })
+        })?);
+    }
+    Ok(worst)
+}
+
 /// The activation of channel `c` of a row in f64.
 fn activation_of(activation: ExpertActivation, row: &[f32], c: usize) -> f64 {
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
     let at = |i: usize| f64::from(row[i]);
     match activation {
         ExpertActivation::Swiglu => at(c) * sigmoid(at(c)) * at(row.len() / 2 + c),
+        ExpertActivation::Geglu => at(c) * sigmoid(GELU * (at(c) + 0.044_715 * at(c).powi(3))) * at(row.len() / 2 + c),
         ExpertActivation::Clamped { alpha, limit } => {
             let (alpha, limit) = (f64::from(alpha), f64::from(limit));
             let (gate, up) = (at(2 * c).min(limit), at(2 * c + 1).clamp(-limit, limit));

@@ -85,14 +85,18 @@ impl Experts {
     }
 }
 
-/// A layer with a window, and one with wide heads whose keys are values, for which cuDNN has no attention.
-fn gemma4_shape() -> ModelShape {
+/// A layer with a window, and one with wide heads whose keys are values, for which cuDNN has no attention; without and with experts.
+fn gemma4_shapes() -> [(&'static str, ModelShape); 2] {
+    [("Gemma4", gemma4_shape(false)), ("Gemma4 with experts", gemma4_shape(true))]
+}
+
+fn gemma4_shape(has_experts: bool) -> ModelShape {
     let config = serde_json::json!({
         "architectures": ["Gemma4ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 264, "num_global_key_value_heads": 1, "attention_k_eq_v": true,
         "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "sliding_window": 10,
         "layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
-        "initializer_range": 0.2,
+        "initializer_range": 0.2, "enable_moe_block": has_experts, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 48,
         "rope_parameters": {
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}, "sliding_attention": {"rope_type": "default"},
         },
@@ -242,10 +246,11 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
         report.case(&format!("training/losses in {dtype}"), || losses(subject, &shape(), dtype, ""));
         report.case(&format!("training/losses in {dtype}, several documents a row"), || losses(subject, &shape(), dtype, PACKED));
         report.case(&format!("training/losses in {dtype}, few trained rows"), || losses(subject, &shape(), dtype, TRAINED_ROWS));
-        report.case(&format!("training/losses of Gemma4 in {dtype}"), || losses(subject, &gemma4_shape(), dtype, ""));
-        report.case(&format!("training/losses of Gemma4 in {dtype}, several documents a row"), || {
-            losses(subject, &gemma4_shape(), dtype, PACKED)
-        });
+        for (name, shape) in gemma4_shapes() {
+            report.case(&format!("training/losses of {name} in {dtype}"), || losses(subject, &shape, dtype, ""));
+            report
+                .case(&format!("training/losses of {name} in {dtype}, several documents a row"), || losses(subject, &shape, dtype, PACKED));
+        }
         for family in Experts::ALL {
             report.case(&format!("training/losses of {family:?} in {dtype}"), || losses(subject, &family.shape(4), dtype, ""));
         }
@@ -263,7 +268,9 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
         report.case(&format!("training/digests {}", variant.name), || digests(subject, &shape(), &variant));
     }
     let variant = Variant { name: "", common: "", speculating: RESIDENT_AND_CAST, clip: Clip::Sometimes, skips: false };
-    report.case("training/digests of Gemma4", || digests(subject, &gemma4_shape(), &variant));
+    for (name, shape) in gemma4_shapes() {
+        report.case(&format!("training/digests of {name}"), || digests(subject, &shape, &variant));
+    }
     for family in Experts::ALL {
         let variant = Variant { name: "", common: "", speculating: RESIDENT_AND_CAST, clip: Clip::Sometimes, skips: false };
         report.case(&format!("training/digests of {family:?}"), || digests(subject, &family.shape(2), &variant));

@@ -8,6 +8,8 @@ use crate::device::slice::DeviceSlice;
 pub enum ExpertActivation {
     /// [`Swiglu`](super::pointwise::Swiglu): all gates, then all up projections.
     Swiglu,
+    /// [`Geglu`](super::pointwise::Geglu): all gates, then all up projections.
+    Geglu,
     /// [`ClampedSwiglu`]: gate and up projection interleaved.
     Clamped { alpha: f32, limit: f32 },
 }
@@ -119,6 +121,65 @@ impl Kernel for ExpertBiasDot {
             self;
             Read dout[rows * self.cols];
             Read bias[bias], Read experts[rows] Int32, Read entries[rows] Int32, Update dweights[rows] Float32,
+        ]
+    }
+}
+
+/// `out[t,j] = weights[t,j] * scale[experts[t,j]]`: the weights of choices, each times the factor of its expert.
+#[derive(Clone, Copy, Debug)]
+pub struct ScaleChoices {
+    /// fp32 `[T, k]`
+    pub weights: DeviceSlice,
+    /// int32 `[T, k]`, below the number of experts.
+    pub experts: DeviceSlice,
+    /// `[experts]`
+    pub scale: DeviceSlice,
+    /// fp32 `[T, k]`
+    pub out: DeviceSlice,
+}
+
+impl Kernel for ScaleChoices {
+    const NAME: &'static str = "scale_choices";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let (choices, experts) = (self.weights.elems(), self.scale.elems());
+        operands![
+            self;
+            Read weights[choices] Float32, Read experts[choices] Int32, Write out[choices] Float32;
+            Read scale[experts],
+        ]
+    }
+}
+
+/// Backward pass of [`ScaleChoices`], from the gradients of the rows' scaled weights: `dscale[e] (+)=` the sum of `weights * dweights` over the
+/// rows of expert `e`, and then each row's `dweights *= scale[e]`.
+#[derive(Clone, Copy, Debug)]
+pub struct ScaleChoicesBackward {
+    /// Weights before the factor, by choice: fp32 `[T, k]`.
+    pub weights: DeviceSlice,
+    /// Index of the routing choice of each row, int32 `[rows]`.
+    pub entries: DeviceSlice,
+    /// Bounds of the experts' rows, int32 `[experts + 1]`.
+    pub bounds: DeviceSlice,
+    /// `[experts]`
+    pub scale: DeviceSlice,
+    /// fp32 `[rows]`
+    pub dweights: DeviceSlice,
+    /// `[experts]`
+    pub dscale: DeviceSlice,
+    /// Adds to `dscale`.
+    pub accumulate: bool,
+}
+
+impl Kernel for ScaleChoicesBackward {
+    const NAME: &'static str = "scale_choices_backward";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let (rows, experts) = (self.entries.elems(), self.scale.elems());
+        operands![
+            self;
+            Read weights[rows] Float32, Read entries[rows] Int32, Update dweights[rows] Float32;
+            Read bounds[experts + 1] Int32, Read scale[experts], Write dscale[experts],
         ]
     }
 }

@@ -5,7 +5,7 @@ use super::keys::{Keys, SIZE_MAX};
 use crate::device::{EXPERTS_MAX, ExpertActivation, RouterRule, SigmoidRule};
 use crate::error::Result;
 use crate::model::family::{ExpertLayers, FamilySpec, MoeSpec, SharedWidth};
-use crate::model::layer_shape::{Ffn, Mlp, Moe, SharedExpertShape};
+use crate::model::layer_shape::{Act, Ffn, Mlp, Moe, SharedExpertShape};
 use serde_json::Value;
 
 /// Maximum experts of all layers together, because each has its own tensor names in the files.
@@ -15,6 +15,9 @@ const ALL_EXPERTS_MAX: usize = 1 << 16;
 pub(super) fn mlps(keys: &Keys, spec: &FamilySpec, layers: usize, dense: impl Fn() -> Result<Ffn>) -> Result<Vec<Mlp>> {
     let Some(moe_spec) = &spec.moe else { return Ok(vec![Mlp::Dense(dense()?); layers]) };
     let sparse = sparse_layers(keys, moe_spec, layers)?;
+    if !sparse.contains(&true) {
+        return Ok(vec![Mlp::Dense(dense()?); layers]);
+    }
     let mlp = Mlp::Moe(moe(keys, spec, moe_spec, sparse.iter().filter(|sparse| **sparse).count())?);
     let dense = if sparse.contains(&false) { Mlp::Dense(dense()?) } else { mlp };
     Ok(sparse.into_iter().map(|sparse| if sparse { mlp } else { dense }).collect())
@@ -24,14 +27,16 @@ fn moe(keys: &Keys, spec: &FamilySpec, moe_spec: &MoeSpec, layers: usize) -> Res
     refuse_unsupported(keys, moe_spec)?;
     check_activation(keys, spec)?;
     let names = ["num_experts", "n_routed_experts"];
-    let key = names.into_iter().find(|key| keys.get(key).is_some()).unwrap_or("num_local_experts");
+    let missing = if spec.is_gemma4() { names[0] } else { "num_local_experts" };
+    let key = names.into_iter().find(|key| keys.get(key).is_some()).unwrap_or(missing);
     let experts = keys.count(key, EXPERTS_MAX)?;
     if experts * layers > ALL_EXPERTS_MAX {
         return Err(keys.bad(key, format_args!("{experts} in each of {layers} layers are more than {ALL_EXPERTS_MAX}")));
     }
-    let top_k = keys.count("num_experts_per_tok", SIZE_MAX)?;
+    let top_k_key = if spec.is_gemma4() { "top_k_experts" } else { "num_experts_per_tok" };
+    let top_k = keys.count(top_k_key, SIZE_MAX)?;
     if top_k > experts {
-        return Err(keys.bad("num_experts_per_tok", format_args!("{top_k} of {experts} experts")));
+        return Err(keys.bad(top_k_key, format_args!("{top_k} of {experts} experts")));
     }
     let biased = moe_spec.is_gpt_oss;
     let ffn = Ffn { width: keys.count(moe_spec.width, SIZE_MAX)?, act: spec.act, bias: biased };
@@ -40,9 +45,14 @@ fn moe(keys: &Keys, spec: &FamilySpec, moe_spec: &MoeSpec, layers: usize) -> Res
         (false, true) => RouterRule::Chosen,
         (false, false) => RouterRule::All,
     };
-    let activation = if moe_spec.is_gpt_oss { clamped(keys)? } else { ExpertActivation::Swiglu };
+    let activation = match spec.act {
+        _ if moe_spec.is_gpt_oss => clamped(keys)?,
+        Act::Geglu => ExpertActivation::Geglu,
+        Act::Swiglu | Act::GeluTanh => ExpertActivation::Swiglu,
+    };
     let shared = moe_spec.shared.map_or(Ok(None), |width| shared(keys, moe_spec, width, ffn.width))?;
-    Ok(Moe { experts, top_k, ffn, activation, rule, router_bias: biased, corrected: moe_spec.sigmoid, shared })
+    let (corrected, own_norms) = (moe_spec.sigmoid, spec.is_gemma4());
+    Ok(Moe { experts, top_k, ffn, activation, rule, router_bias: biased, corrected, shared, own_norms })
 }
 
 /// The choice by groups of experts, and the weights.
@@ -101,6 +111,7 @@ fn sparse_layers(keys: &Keys, spec: &MoeSpec, layers: usize) -> Result<Vec<bool>
     match spec.layers {
         ExpertLayers::All => Ok(vec![true; layers]),
         ExpertLayers::ByStep => layers_by_step(keys, layers),
+        ExpertLayers::If(key) => Ok(vec![keys.flag(key, false)?; layers]),
         ExpertLayers::From(key, default) => {
             let first = if keys.get(key).is_some() { keys.whole(key)? } else { default };
             if first >= layers {

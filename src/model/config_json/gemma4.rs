@@ -70,7 +70,7 @@ fn of_layer(keys: &Keys, map: &Map<String, Value>, [head_dim, kv_heads]: [usize;
     Ok([keys.count_or(OF_LAYER[0], head_dim, SIZE_MAX)?, keys.count_or(OF_LAYER[1], kv_heads, SIZE_MAX)?])
 }
 
-/// Refuses the parts of E2B, E4B and of models with experts, by key.
+/// Refuses the parts of E2B and E4B, by key.
 fn refuse_unsupported(keys: &Keys) -> Result<()> {
     let on = |key: &str| keys.get(key).filter(|value| **value != false && **value != 0);
     let every_layer = Value::from(256);
@@ -90,7 +90,6 @@ fn refuse_unsupported(keys: &Keys) -> Result<()> {
             per_layer,
             "an embedding for each layer is not supported (E2B, E4B); a file of another model has 0",
         ),
-        ("enable_moe_block", on("enable_moe_block"), "experts beside an MLP are not supported (26B-A4B)"),
     ];
     match found.into_iter().find_map(|(key, value, note)| Some((key, value?, note))) {
         None => Ok(()),
@@ -101,6 +100,8 @@ fn refuse_unsupported(keys: &Keys) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::{ExpertActivation, RouterRule};
+    use crate::model::layer_shape::{Act, Ffn, Mlp, Moe, SharedExpertShape};
     use crate::model::shape::{ModelShape, RopeScaling};
     use serde_json::json;
     use std::path::Path;
@@ -150,7 +151,11 @@ mod tests {
             (json!({"hidden_size_per_layer_input": 256}), "hidden_size_per_layer_input = 256"),
             (json!({"hidden_size_per_layer_input": "absent"}), "hidden_size_per_layer_input = 256"),
             (json!({"num_kv_shared_layers": 2}), "num_kv_shared_layers = 2"),
-            (json!({"enable_moe_block": true, "num_experts": 8}), "enable_moe_block = true"),
+            (json!({"enable_moe_block": true}), "num_experts"),
+            (json!({"enable_moe_block": true, "num_experts": 8}), "top_k_experts"),
+            (json!({"enable_moe_block": true, "num_experts": 8, "top_k_experts": 9}), "top_k_experts: 9 of 8 experts"),
+            (json!({"enable_moe_block": true, "num_experts": 8, "top_k_experts": 2}), "moe_intermediate_size"),
+            (json!({"enable_moe_block": 1}), "enable_moe_block"),
             (json!({"use_bidirectional_attention": "all"}), "use_bidirectional_attention"),
             (json!({"per_layer_config": {"1": {"head_dim": 16, "rope": 1}}}), "per_layer_config.rope = 1"),
             (json!({"per_layer_config": {"3": {"head_dim": 16}}}), "per_layer_config.3: expected the index of one of 3 layers"),
@@ -164,5 +169,26 @@ mod tests {
             assert!(refused.contains(key), "{more}: {refused}");
         }
         assert!(read(json!({"use_bidirectional_attention": "vision", "num_experts": 8})).is_ok());
+    }
+    /// A file of transformers has the keys of experts also where `enable_moe_block` is false.
+    #[test]
+    fn experts_lie_beside_an_mlp_in_every_layer_or_in_none() {
+        let keys = json!({"num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 12});
+        let dense = read(keys.clone()).unwrap();
+        assert!(dense.layers.iter().all(|layer| layer.mlp == Mlp::Dense(Ffn { width: 40, act: Act::Geglu, bias: false })));
+        let mut on = keys;
+        on["enable_moe_block"] = json!(true);
+        let expected = Moe {
+            experts: 8,
+            top_k: 3,
+            ffn: Ffn { width: 12, act: Act::Geglu, bias: false },
+            activation: ExpertActivation::Geglu,
+            rule: RouterRule::Chosen,
+            router_bias: false,
+            corrected: false,
+            shared: Some(SharedExpertShape { width: 40, gated: false }),
+            own_norms: true,
+        };
+        assert!(read(on).unwrap().layers.iter().all(|layer| layer.mlp == Mlp::Moe(expected)));
     }
 }

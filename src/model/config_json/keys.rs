@@ -157,8 +157,7 @@ impl<'a> Keys<'a> {
 
     /// Rejects features that would change the arithmetic without changing the architecture's name.
     pub(super) fn refuse_unsupported(&self, spec: &FamilySpec) -> Result<()> {
-        let experts: &[&str] =
-            if spec.moe.is_some() || spec.is_gemma4() { &[] } else { &["num_local_experts", "num_experts", "n_routed_experts"] };
+        let experts: &[&str] = if spec.moe.is_some() { &[] } else { &["num_local_experts", "num_experts", "n_routed_experts"] };
         let bidirectional = "use_bidirectional_attention";
         // Attention in both directions between the tokens of an image does not concern text.
         let of_images = (spec.text_part.is_some() || spec.is_gemma4()) && self.get(bidirectional).is_some_and(|scope| scope == "vision");

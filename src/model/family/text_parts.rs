@@ -5,9 +5,10 @@
 //! them, in any division of the channels.
 
 use super::delta::{GATED_MOE, QWEN35, QWEN35_MOE};
+use super::gemma::{GEMMA_NAMES, GEMMA3, GEMMA4};
 use super::{
-    ExpertFiles, ExpertLayers, FamilySpec, GEMMA_NAMES, GEMMA3, GEMMA4, LLAMA_EXPERTS, LLAMA_NAMES, MINISTRAL3, MISTRAL, MoeNames, MoeSpec,
-    Names, Orientation, Presence, QWEN2, QWEN3, QWEN3_MOE, STACKED, WindowRule,
+    ExpertFiles, ExpertLayers, FamilySpec, LLAMA_EXPERTS, LLAMA_NAMES, MINISTRAL3, MISTRAL, MoeNames, MoeSpec, Names, Orientation,
+    Presence, QWEN2, QWEN3, QWEN3_MOE, STACKED, WindowRule,
 };
 use crate::model::text_part::{Layout, TextPart};
 

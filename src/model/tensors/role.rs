@@ -63,6 +63,16 @@ pub enum Role {
     RouterBias,
     /// Correction of the experts' scores, in three parts `[3 experts]`: see [`crate::model::correction`].
     Correction,
+    /// Factor on the router's normalised input `[channels]`.
+    RouterScale,
+    /// Factors on the weights of choices `[experts]`.
+    ExpertScale,
+    /// Weight of the norm before the experts `[channels]`.
+    ExpertsNorm,
+    /// Weight of the norm after the experts `[channels]`.
+    PostExpertsNorm,
+    /// Weight of the norm after the shared expert `[channels]`.
+    PostSharedNorm,
     /// First matrix of the shared expert, fused gate and up rows `[2 width, channels]`.
     SharedIn,
     /// Second matrix of the shared expert `[channels, width]`.
@@ -118,6 +128,11 @@ impl Role {
             (Self::Router, _) => "mlp.router",
             (Self::RouterBias, _) => "mlp.router.bias",
             (Self::Correction, _) => "mlp.router.correction",
+            (Self::RouterScale, _) => "mlp.router.scale",
+            (Self::ExpertScale, _) => "mlp.router.expert_scale",
+            (Self::ExpertsNorm, _) => "mlp.experts_norm",
+            (Self::PostExpertsNorm, _) => "mlp.post_experts_norm",
+            (Self::PostSharedNorm, _) => "mlp.post_shared_norm",
             (Self::SharedIn, _) => "mlp.shared.gate_up",
             (Self::SharedOut, _) => "mlp.shared.down",
             (Self::SharedGate, _) => "mlp.shared.gate",

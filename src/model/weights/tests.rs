@@ -45,12 +45,13 @@ fn config(architecture: &str) -> Value {
             "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "rope_scaling": {"rope_type": "default"},
             "n_shared_experts": 1, "shared_expert_intermediate_size": 14, "max_window_layers": 2, "partial_rotary_factor": 1.0,
             "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 5,
-            "full_attention_interval": 2,
+            "full_attention_interval": 2, "hidden_size_per_layer_input": 0, "global_head_dim": 10, "enable_moe_block": true, "top_k_experts": 2,
+            "rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
         }),
         _ => json!({
             "architectures": [architecture], "vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 32, "rms_norm_eps": 1e-6,
-            "norm_epsilon": 1e-5, "partial_rotary_factor": 1.0, "pad_token_id": 0, "hidden_size_per_layer_input": 0, "global_head_dim": 10,
+            "norm_epsilon": 1e-5, "partial_rotary_factor": 1.0, "pad_token_id": 0,
             "rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
         }),
     }
@@ -72,8 +73,7 @@ struct Model {
 fn model(config: &Value) -> Model {
     let text = config.to_string();
     let shape = ModelShape::parse(&text, Path::new("config.json")).unwrap();
-    let table = TensorTable::new(&shape);
-    let mut rng = ChaCha8Rng::seed_from_u64(1);
+    let (table, mut rng) = (TensorTable::new(&shape), ChaCha8Rng::seed_from_u64(1));
     let mut flat = vec![7.0; table.flat_elems()];
     for spec in table.specs() {
         let mut value = || f32::from_bits(rng.next_u32() & !(1 << 30));

@@ -3,12 +3,12 @@
 use super::arithmetic::CpuArithmetic;
 use super::isa::vectorised;
 use super::math::sigmoid;
-use super::pointwise::add_elems;
+use super::pointwise::{add_elems, gelu_of, gelu_slope};
 use super::reduce::fold2;
 use super::split::Chunks;
-use super::{Compute, ROW_BLOCK};
+use super::{Compute, ROW_BLOCK, SUM_BLOCK};
 use crate::device::cpu::task_memory::TaskMemory;
-use crate::device::{ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot};
+use crate::device::{ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, ScaleChoices, ScaleChoicesBackward};
 use crate::dtype::Element;
 
 /// Elements of one block.
@@ -48,6 +48,12 @@ fn swiglu(gate: f32, up: f32) -> Glu {
     let s = sigmoid(gate);
     let silu = gate * s;
     Glu { out: silu * up, by_gate: up * (s * gate.mul_add(1.0 - s, 1.0)), by_up: silu }
+}
+
+#[inline(always)]
+fn geglu(gate: f32, up: f32) -> Glu {
+    let glu = gelu_of(gate);
+    Glu { out: glu * up, by_gate: up * gelu_slope(gate), by_up: glu }
 }
 
 /// At exactly the limit the slope is that of the inside.
@@ -131,6 +137,7 @@ pub(crate) fn expert_backward<T: Element>(
             let weight = weight(first + row);
             *dweight = match activation {
                 ExpertActivation::Swiglu => swiglu_row(isa, da, gate_up, weight, dgate_up, weighted),
+                ExpertActivation::Geglu => geglu_row(isa, da, gate_up, weight, dgate_up, weighted),
                 ExpertActivation::Clamped { alpha, limit } => clamped_row(isa, da, gate_up, alpha, limit, weight, dgate_up, weighted),
             };
         }
@@ -158,6 +165,17 @@ vectorised! {
         let mut lanes = [0.0f32; LANES];
         for i in 0..da.len() {
             element!(lanes, i, weight, da[i], swiglu(gate[i].to_f32(), up[i].to_f32()), dgate[i], dup[i], weighted[i]);
+        }
+        fold2(&lanes, &lanes, |sum, lane, _| sum + lane)
+    }
+}
+
+vectorised! {
+    fn geglu_row<T>(da: &[T], gate_up: &[T], weight: f32, dgate_up: &mut [T], weighted: &mut [T]) -> f32 {
+        let ((gate, up), (dgate, dup)) = (gate_up.split_at(da.len()), dgate_up.split_at_mut(da.len()));
+        let mut lanes = [0.0f32; LANES];
+        for i in 0..da.len() {
+            element!(lanes, i, weight, da[i], geglu(gate[i].to_f32(), up[i].to_f32()), dgate[i], dup[i], weighted[i]);
         }
         fold2(&lanes, &lanes, |sum, lane, _| sum + lane)
     }
@@ -199,17 +217,64 @@ vectorised! {
     }
 }
 
+impl CpuArithmetic for ScaleChoices {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        scale_choices::<T>(cx, memory.read(self.weights), memory.read(self.experts), memory.read(self.scale), memory.write(self.out));
+    }
+}
+
+/// See [`ScaleChoices`].
+pub(crate) fn scale_choices<T: Element>(cx: &mut Compute, weights: &[f32], experts: &[i32], scale: &[T], out: &mut [f32]) {
+    cx.team.for_each(Chunks::new(out, BLOCK_ELEMS), |block, out| {
+        let first = block * BLOCK_ELEMS;
+        let choices = weights[first..].iter().zip(&experts[first..]);
+        out.iter_mut().zip(choices).for_each(|(out, (weight, expert))| *out = weight * scale[*expert as usize].to_f32());
+    });
+}
+
+impl CpuArithmetic for ScaleChoicesBackward {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        let choices = (memory.read(self.weights), memory.read(self.entries), memory.read(self.bounds));
+        let out = (memory.write(self.dweights), memory.write(self.dscale));
+        scale_choices_backward::<T>(cx, choices, memory.read(self.scale), out, self.accumulate);
+    }
+}
+
+/// See [`ScaleChoicesBackward`]: sums over blocks of [`SUM_BLOCK`] rows.
+pub(crate) fn scale_choices_backward<T: Element>(
+    cx: &mut Compute,
+    (weights, entries, bounds): (&[f32], &[i32], &[i32]),
+    scale: &[T],
+    (dweights, dscale): (&mut [f32], &mut [T]),
+    accumulate: bool,
+) {
+    let before = &*dweights;
+    cx.team.for_each(Chunks::new(dscale, 1), |expert, dscale| {
+        let (start, end) = (bounds[expert] as usize, bounds[expert + 1] as usize);
+        let add = |sum: f32, row: usize| weights[entries[row] as usize].mul_add(before[row], sum);
+        let blocks = (start..end).step_by(SUM_BLOCK).map(|first| (first..end.min(first + SUM_BLOCK)).fold(0.0f32, add));
+        let sum = blocks.fold(0.0f32, |sum, block| sum + block);
+        dscale[0] = T::from_f32(if accumulate { sum + dscale[0].to_f32() } else { sum });
+    });
+    cx.team.for_each(Chunks::new(dweights, BLOCK_ELEMS), |block, dweights| {
+        for (row, dweight) in (block * BLOCK_ELEMS..).zip(dweights) {
+            let expert = bounds.partition_point(|start| *start as usize <= row) - 1;
+            *dweight *= scale[expert].to_f32();
+        }
+    });
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::testing::{assert_close, assert_rounded, assert_same_everywhere, bits, fastest, slopes, values, wide, widened};
     use super::*;
-    use ExpertActivation::{Clamped, Swiglu};
+    use ExpertActivation::{Clamped, Geglu, Swiglu};
     use half::bf16;
 
     const ROWS: usize = 70;
     const COLS: usize = 21;
     /// Half of the inputs, which lie in -6..6, exceed the limit.
-    const ACTIVATIONS: [ExpertActivation; 2] = [Swiglu, Clamped { alpha: 1.702, limit: 3.0 }];
+    const ACTIVATIONS: [ExpertActivation; 3] = [Swiglu, Clamped { alpha: 1.702, limit: 3.0 }, Geglu];
 
     fn inputs<T: Element>(seed: u64, elems: usize) -> Vec<T> {
         values(seed, elems).iter().map(|x: &f32| T::from_f32(6.0 * x)).collect()
@@ -220,6 +285,7 @@ mod tests {
         let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
         let of = |c: usize| match activation {
             Swiglu => x[c] * sigmoid(x[c]) * x[COLS + c],
+            Geglu => x[c] * sigmoid(2.0 * 0.797_884_560_8 * (x[c] + 0.044_715 * x[c].powi(3))) * x[COLS + c],
             Clamped { alpha, limit } => {
                 let (alpha, limit) = (f64::from(alpha), f64::from(limit));
                 let (gate, up) = (x[2 * c].min(limit), x[2 * c + 1].clamp(-limit, limit));
@@ -282,6 +348,40 @@ mod tests {
             let want = 0.5 + before.iter().zip(bias).map(|(x, b)| f64::from(*x) * f64::from(*b)).sum::<f64>();
             assert_close("dot", &dots[row..=row], &[want], 1e-6);
         }
+    }
+
+    /// An expert without rows, and one with more rows than a block of a sum.
+    #[test]
+    fn choices_have_the_scale_of_their_expert() {
+        let (counts, rows) = ([3usize, 0, SUM_BLOCK + 9, 1], SUM_BLOCK + 13);
+        let bounds = counts.iter().fold(vec![0i32], |mut bounds, count| {
+            bounds.push(bounds[bounds.len() - 1] + *count as i32);
+            bounds
+        });
+        // Row r is the choice rows - 1 - r.
+        let entries: Vec<i32> = (0..rows as i32).rev().collect();
+        let of_row: Vec<usize> = counts.iter().enumerate().flat_map(|(expert, count)| vec![expert; *count]).collect();
+        let experts: Vec<i32> = of_row.iter().rev().map(|expert| *expert as i32).collect();
+        let (weights, dscaled, scale) = (values::<f32>(1, rows), values::<f32>(2, rows), values::<f32>(3, 4));
+        let mut out = vec![f32::NAN; rows];
+        scale_choices(&mut fastest(), &weights, &experts, &scale, &mut out);
+        assert!(out.iter().enumerate().all(|(choice, out)| *out == weights[choice] * scale[experts[choice] as usize]));
+        for accumulate in [false, true] {
+            let (mut dweights, mut dscale) = (dscaled.clone(), vec![0.5f32; 4]);
+            let choices = (&weights[..], &entries[..], &bounds[..]);
+            scale_choices_backward(&mut fastest(), choices, &scale, (&mut dweights, &mut dscale), accumulate);
+            assert!((0..rows).all(|row| dweights[row] == dscaled[row] * scale[of_row[row]]));
+            let term = |row: usize| f64::from(weights[rows - 1 - row]) * f64::from(dscaled[row]);
+            let sum = |expert: usize| (0..rows).filter(|row| of_row[*row] == expert).map(term).sum::<f64>();
+            let want: Vec<f64> = (0..4).map(|expert| sum(expert) + if accumulate { 0.5 } else { 0.0 }).collect();
+            assert_close("dscale", &dscale, &want, 1e-5);
+        }
+        assert_same_everywhere(|cx| {
+            let (mut dweights, mut dscale) = (dscaled.clone(), vec![bf16::ZERO; 4]);
+            let scale: Vec<bf16> = scale.iter().map(|x| bf16::from_f32(*x)).collect();
+            scale_choices_backward(cx, (&weights, &entries, &bounds), &scale, (&mut dweights, &mut dscale), true);
+            [bits(&dweights), bits(&dscale)].concat()
+        });
     }
 
     #[test]

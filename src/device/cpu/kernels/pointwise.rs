@@ -253,13 +253,13 @@ vectorised! {
 
 // 0.5 x (1 + tanh u) equals x sigmoid(2u), which stays precise where tanh u is close to -1.
 #[inline(always)]
-fn gelu_of(x: f32) -> f32 {
+pub(super) fn gelu_of(x: f32) -> f32 {
     let u = GELU_SCALE * (x * x * GELU_CUBIC).mul_add(x, x);
     x * sigmoid(2.0 * u)
 }
 
 #[inline(always)]
-fn gelu_slope(x: f32) -> f32 {
+pub(super) fn gelu_slope(x: f32) -> f32 {
     let u = GELU_SCALE * (x * x * GELU_CUBIC).mul_add(x, x);
     let du = GELU_SCALE * (x * x).mul_add(3.0 * GELU_CUBIC, 1.0);
     let s = sigmoid(2.0 * u);

@@ -3,7 +3,9 @@
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
 use super::grid::{WARP, rows_blocks, threads, whole_vectors, wide};
-use crate::device::{ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, Kernel, Stream};
+use crate::device::{
+    ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, Kernel, ScaleChoices, ScaleChoicesBackward, Stream,
+};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
@@ -17,6 +19,8 @@ pub(super) const SOURCE: PtxSource = PtxSource {
         "expert_backward_any",
         "expert_bias_dot",
         "expert_bias_dot_any",
+        "scale_choices",
+        "scale_choices_backward",
     ],
     plain: &[],
 };
@@ -52,9 +56,10 @@ impl GpuKernel for ExpertBackward {
         let Self { da, gate_up, weights, entries, dgate_up, weighted, dweights, activation, cols } = self;
         let vectors = whole_vectors(cols, &[da, gate_up, dgate_up, weighted]);
         let (name, each) = if vectors { (Self::NAME, wide(da.dtype())) } else { ("expert_backward_any", 1) };
-        // A limit of 0 means no limit. With a limit, a thread processes half as many elements.
+        // A limit of 0 means no limit, and a negative one GELU. With a limit, a thread processes half as many elements.
         let (alpha, limit, each) = match activation {
             ExpertActivation::Swiglu => (0.0, 0.0, each),
+            ExpertActivation::Geglu => (0.0, -1.0, each),
             ExpertActivation::Clamped { alpha, limit } => (alpha, limit, each.div_ceil(2)),
         };
         let args = args![da, gate_up, weights, entries, dgate_up, weighted, dweights, size(cols)?, alpha, limit];
@@ -71,5 +76,23 @@ impl GpuKernel for ExpertBiasDot {
         let blocks = LaunchConfig::new(size(rows.div_ceil(THREADS / WARP))?, THREADS as u32);
         let args = args![dout, bias, experts, entries, dweights, size(rows)?, size(cols)?];
         queue.launch(Stream::Compute, name, Some(self.float_format()?), blocks, args)
+    }
+}
+
+impl GpuKernel for ScaleChoices {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { weights, experts, scale, out } = self;
+        let blocks = LaunchConfig::new(size(out.elems().div_ceil(THREADS))?, THREADS as u32);
+        let args = args![weights, experts, scale, out, size(out.elems())?];
+        queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), blocks, args)
+    }
+}
+
+impl GpuKernel for ScaleChoicesBackward {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { weights, entries, bounds, scale, dweights, dscale, accumulate } = self;
+        let blocks = LaunchConfig::new(size(scale.elems())?, THREADS as u32);
+        let args = args![weights, entries, bounds, scale, dweights, dscale, u32::from(accumulate)];
+        queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), blocks, args)
     }
 }

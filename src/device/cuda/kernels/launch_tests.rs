@@ -316,12 +316,15 @@ fn experts(list: &mut List, r: &mut TestMemory, tokens: usize, cols: usize) -> R
     SegmentSums { x, weights: Some(weights), entries, bounds, out: r.x(10 * cols), accumulate: true, cols }.enqueue(list)?;
     ExpertBias { x, bias: r.x(10 * cols), experts: chosen, entries, cols }.enqueue(list)?;
     ClampedSwiglu { gate_up: r.x(2 * n), out: r.x(n), alpha: 1.5, limit: 7.0 }.enqueue(list)?;
-    for activation in [ExpertActivation::Swiglu, ExpertActivation::Clamped { alpha: 1.5, limit: 7.0 }] {
+    for activation in [ExpertActivation::Swiglu, ExpertActivation::Clamped { alpha: 1.5, limit: 7.0 }, ExpertActivation::Geglu] {
         let (gate_up, dgate_up, weighted, dweights) = (r.x(2 * n), r.x(2 * n), r.x(n), r.f(rows));
         ExpertBackward { da: x, gate_up, weights, entries, dgate_up, weighted, dweights, activation, cols }.enqueue(list)?;
     }
     ExpertBiasDot { dout: x, bias: r.x(10 * cols), experts: chosen, entries, dweights: r.f(rows), cols }.enqueue(list)?;
     let (dweights, dlogits) = (r.f(rows), r.x(tokens * 10));
+    ScaleChoices { weights, experts: chosen, scale: r.x(10), out: r.f(rows) }.enqueue(list)?;
+    let (scale, dscale) = (r.x(10), r.x(10));
+    ScaleChoicesBackward { weights, entries, bounds, scale, dweights, dscale, accumulate: true }.enqueue(list)?;
     RouterBackward { logits, experts: chosen, weights, slots, dweights, dlogits, shape }.enqueue(list)?;
     RouterBackward { logits, experts: chosen, weights, slots, dweights, dlogits, shape: by_score }.enqueue(list)?;
     RouterBalance { logits, experts: chosen, bounds, stride: 11, dlogits, factor: 0.5, shape }.enqueue(list)
