@@ -16,12 +16,6 @@ mkdir -p "$out"
 # Name, GPUs, expectation, flags. Host memory is that of the machine unless a row limits it.
 rows() {
   cat <<'ROWS'
-llama-8b-host-clipped|1|435 TFLOP/s, goal 446|--model llama-8b --moments int8 --resident-buckets 0 --seq-length 4096 --per-device-train-batch-size 4 --clip always
-llama-8b-dpo|1|10.5 k tokens/s, goal 11 k|--model llama-8b --loss dpo --hbm-limit 79GiB --seq-length 2048 --per-device-train-batch-size 8
-llama-8b-dpo-bf16-logits|1|the row above, before fp32 logits|--model llama-8b --loss dpo --logits-dtype bfloat16 --hbm-limit 79GiB --seq-length 2048 --per-device-train-batch-size 8
-gemma-2-9b|1|450 TFLOP/s, goal 500|--model gemma-2-9b --seq-length 4096 --per-device-train-batch-size 4
-ministral-3-14b|1|500 TFLOP/s, goal 530|--model ministral-3-14b --seq-length 4096 --per-device-train-batch-size 4
-gemma-4-26b-a4b|1|runs|--model gemma-4-26b-a4b --moments int8 --masters split --seq-length 4096 --per-device-train-batch-size 4
 gemma-4-31b|2|450 TFLOP/s, goal 460|--model gemma-4-31b --gpus 2 --moments int8 --seq-length 4096 --per-device-train-batch-size 4
 qwen3.5-27b|2|450 TFLOP/s, goal 470|--model qwen3.5-27b --gpus 2 --moments int8 --seq-length 4096 --per-device-train-batch-size 4
 qwen3.5-35b-a3b|2|11 k tokens/s each, goal 12 k|--model qwen3.5-35b-a3b --gpus 2 --moments bfloat16 --seq-length 4096 --per-device-train-batch-size 8
