@@ -371,9 +371,13 @@ fn pages_of_copies_are_locked_beside_steps_where_a_save_is_to_come() {
     if is_emulated() {
         return;
     }
+    let run =
+        |limit: &str, gpus: &str, every: &str| train(&[], &["--replan=off", "--resident-buckets=all", "--max-steps=9", limit, gpus, every]);
     let beside = |gpus: &str, every: &str| {
-        let flags = ["--replan=off", "--resident-buckets=all", "--max-steps=9", gpus, every];
-        let outcome = train(&[], &flags);
+        // Exactly the memory that the plan needs leaves none for copies on the GPU.
+        let refused = run("--hbm-limit=1100MiB", gpus, every).stderr;
+        let needed = refused.split_once(" bytes)").and_then(|(before, _)| before.rsplit_once('(')).map_or("", |(_, bytes)| bytes);
+        let outcome = run(&format!("--hbm-limit={needed}"), gpus, every);
         let lines = outcome.stdout.lines().filter_map(|line| line.strip_prefix("fake driver locked beside steps: "));
         let [line] = lines.collect::<Vec<_>>()[..] else { panic!("{outcome:?}") };
         let (beside, left) = line.split_once(", and ").expect("two numbers");

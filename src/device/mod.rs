@@ -12,6 +12,7 @@ pub(crate) mod footprint;
 mod kernel;
 pub(crate) mod kernels;
 mod lease;
+mod pin;
 mod score_course;
 #[cfg(any(test, feature = "cuda"))]
 mod score_passes;
@@ -33,6 +34,7 @@ pub use kernel::Kernel;
 pub(crate) use kernel::{Checked, Operand};
 pub(crate) use kernels::*;
 pub(crate) use lease::{Lease, Sides};
+pub(crate) use pin::{PagesToCome, PinMemory};
 pub use slice::DeviceSlice;
 pub(crate) use slice::MatrixPart;
 pub use stream::{EventId, Stream};
@@ -77,19 +79,8 @@ pub trait DeviceLibraries {
     }
 }
 
-/// Host memory that copies will need, and whose pages the kernel has not granted yet.
-#[derive(Clone, Copy, Debug)]
-pub struct PagesToCome {
-    /// Memory to be pinned.
-    pub pinned: PinnedSlice,
-    /// Memory that stays pageable.
-    pub pageable: PinnedSlice,
-    /// Bytes that are faulted in and pinned at once. No two parts share a page.
-    pub part_bytes: usize,
-}
-
 /// Memory, streams, events and copies, without arithmetic.
-pub trait Device: DeviceLibraries {
+pub trait Device: DeviceLibraries + PinMemory {
     /// Description of this device for people: `cpu (AMD EPYC 9B45, 2 threads, avx512)`.
     fn describe(&self) -> String;
 
@@ -122,24 +113,6 @@ pub trait Device: DeviceLibraries {
     /// Moves unified memory to `space`, on `stream`. The memory stays valid for both sides. Nothing moves if host and device share page
     /// tables or memory.
     fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, space: MemorySpace) -> Result<()>;
-
-    /// Prepares host memory for asynchronous copies. Only between steps.
-    ///
-    /// # Errors
-    /// `Resource` when the system refuses to lock the memory.
-    fn pin(&mut self, memory: PinnedSlice) -> Result<()>;
-
-    /// Begins to pin memory beside steps: [`Device::pin`] of it waits for the rest, and [`Device::unpin`] ends it. Returns false, and does
-    /// nothing, if the device cannot.
-    fn pin_beside_steps(&mut self, _pages: PagesToCome) -> bool {
-        false
-    }
-
-    /// Reverts [`Device::pin`], once all enqueued operations have run. The memory may be freed afterwards.
-    ///
-    /// # Errors
-    /// Errors of the device.
-    fn unpin(&mut self, memory: PinnedSlice) -> Result<()>;
 
     /// An error unless this device has allocated `memory`. The simulated device, whose addresses have no memory, accepts all.
     ///

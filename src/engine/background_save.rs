@@ -37,7 +37,7 @@ impl<D: Kernels> Engine<D> {
     /// # Errors
     /// The failure that ended another rank.
     pub(crate) fn prepare_saves(&mut self) -> Result<()> {
-        if self.scratch.was_asked_to_pin() || self.plan.placement.save_copies.host == 0 || self.save_obstacle().is_some() {
+        if self.scratch.has_begun_to_pin() || self.plan.placement.save_copies.host == 0 || self.save_obstacle().is_some() {
             return Ok(());
         }
         self.lead(Order::PrepareSave, OrderWords::default())?;

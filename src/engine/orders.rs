@@ -320,9 +320,9 @@ mod tests {
         let int8 = |start| piece_of([1, start, 40, 0, 0, 0], Moments::Int8.arrays(), 256, 40).map_err(|e| e.to_string());
         assert_eq!(int8(128), Ok((StatePart::M, 128..168)));
         assert!(int8(130).unwrap_err().contains("40 elements from 130 on"), "groups are stored whole");
-        for number in [17, 255, 1 << 32, u64::MAX] {
+        for number in [18, 255, 1 << 32, u64::MAX] {
             assert_eq!(Order::of(number), None);
         }
-        assert_eq!((Order::of(0), Order::of(16)), (Some(Order::Step), Some(Order::WritePacked)));
+        assert_eq!((Order::of(0), Order::of(17)), (Some(Order::Step), Some(Order::PrepareSave)));
     }
 }

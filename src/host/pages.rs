@@ -1,7 +1,6 @@
 //! System calls on mapped memory: page sizes, memory nodes, faulting in.
 #![allow(unsafe_code)]
 
-use super::pinned::PinnedSlice;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -37,12 +36,12 @@ pub(crate) fn share_one_heap() {
     }
 }
 
-/// Faults in the pages of `part` of mapped memory, whose content stays. Does nothing on kernels before 5.14, which have no system call for
-/// it: there, whatever needs the pages faults them in.
-pub(crate) fn fault_in(part: PinnedSlice) -> io::Result<()> {
-    let start = part.addr() / base_page_bytes() * base_page_bytes();
+/// Faults in the pages of mapped memory at `addresses`, whose content stays. Does nothing on kernels before 5.14, which have no system call
+/// for it: there, whatever needs the pages faults them in.
+pub(crate) fn fault_in(addresses: Range<usize>) -> io::Result<()> {
+    let start = addresses.start / base_page_bytes() * base_page_bytes();
     // SAFETY: this advice keeps the content of pages.
-    match check(unsafe { libc::madvise(start as *mut _, part.addr() + part.bytes() - start, libc::MADV_POPULATE_WRITE) }.into()) {
+    match check(unsafe { libc::madvise(start as *mut _, addresses.end - start, libc::MADV_POPULATE_WRITE) }.into()) {
         Err(e) if is_unknown(&e) => Ok(()),
         other => other,
     }
@@ -195,14 +194,18 @@ mod tests {
 
     #[test]
     fn pages_are_granted_and_those_in_use_keep_their_content() {
-        let mut host = super::super::pinned::HostMemory::default();
-        let memory = host.alloc_untouched("pages", 4 * base_page_bytes()).unwrap();
-        host.lend_mut::<u8>(memory.slice(5, 1)).fill(0xa7);
-        fault_in(memory.slice(3, 2 * base_page_bytes())).unwrap();
+        let page = base_page_bytes();
+        let mapping = Mapping::anonymous(4 * page, 1).unwrap();
+        // Without huge pages, of which a first write would be granted all.
+        mapping.advise_huge(false).unwrap();
+        // SAFETY: the mapping's own memory, to which this test has the only reference.
+        unsafe { (mapping.addr() as *mut u8).write(0xa7) };
+        fault_in(mapping.addr() + 3..mapping.addr() + 2 * page + 3).unwrap();
         let mut granted = [0u8; 4];
         // SAFETY: writes a byte for each of four mapped pages.
-        check(unsafe { libc::mincore(memory.addr() as *mut _, memory.bytes(), granted.as_mut_ptr()) }.into()).unwrap();
-        assert_eq!((granted.map(|page| page & 1), host.lend::<u8>(memory.slice(4, 3))), ([1, 1, 1, 0], &[0, 0xa7, 0][..]));
+        check(unsafe { libc::mincore(mapping.addr() as *mut _, 4 * page, granted.as_mut_ptr()) }.into()).unwrap();
+        assert_eq!(granted.map(|page| page & 1), [1, 1, 1, 0]);
+        assert_eq!(page_read_by_the_kernel(mapping.addr()).unwrap()[..2], [0xa7, 0]);
     }
 
     /// A page's bytes, read by the kernel so that an unmapped page is an error instead of a fault.

@@ -21,7 +21,7 @@ mod task_memory;
 mod team;
 
 use super::slice::Allocated;
-use super::{AttentionShape, Device, DeviceLibraries, DeviceSlice, EventId, Stream, prefetch_span};
+use super::{AttentionShape, Device, DeviceLibraries, DeviceSlice, EventId, PinMemory, Stream, prefetch_span};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
@@ -362,6 +362,16 @@ impl StreamsShared {
 
 impl DeviceLibraries for CpuDevice {}
 
+impl PinMemory for CpuDevice {
+    fn pin(&mut self, _memory: PinnedSlice) -> Result<()> {
+        Ok(())
+    }
+
+    fn unpin(&mut self, _memory: PinnedSlice) -> Result<()> {
+        self.finish_streams()
+    }
+}
+
 impl Device for CpuDevice {
     fn describe(&self) -> String {
         format!("cpu ({}, {})", counted(self.compute.threads(), "thread"), self.compute.isa())
@@ -401,14 +411,6 @@ impl Device for CpuDevice {
     fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, space: MemorySpace) -> Result<()> {
         self.check_memory(memory)?;
         self.enqueue(stream, prefetch_span(space), || ())
-    }
-
-    fn pin(&mut self, _memory: PinnedSlice) -> Result<()> {
-        Ok(())
-    }
-
-    fn unpin(&mut self, _memory: PinnedSlice) -> Result<()> {
-        self.finish_streams()
     }
 
     fn check_memory(&self, memory: DeviceSlice) -> Result<()> {

@@ -31,7 +31,7 @@ use super::footprint::gpu;
 use super::slice::Allocated;
 use super::{
     Attention, AttentionShape, AttentionWay, DeltaShape, Device, DeviceLibraries, DeviceSlice, Engines, EventId, ExpertProducts, FirstWay,
-    LongSums, MatmulShape, PagesToCome, ProductAlgorithm, ProductRequest, Stream,
+    LongSums, MatmulShape, PagesToCome, PinMemory, ProductAlgorithm, ProductRequest, Stream,
 };
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -357,6 +357,35 @@ impl DeviceLibraries for CudaDevice {
     }
 }
 
+impl PinMemory for CudaDevice {
+    fn pin(&mut self, memory: PinnedSlice) -> Result<()> {
+        match self.page_locks.as_mut().filter(|locks| locks.memory() == memory) {
+            Some(locks) => {
+                let locked = locks.take();
+                if locked.is_err() {
+                    self.page_locks = None;
+                }
+                self.registered.extend(locked?);
+            }
+            None if memory.bytes() > 0 => self.registered.push(Registered::new(memory)?),
+            None => {}
+        }
+        Ok(())
+    }
+
+    fn pin_beside_steps(&mut self, pages: PagesToCome) -> bool {
+        self.page_locks = PageLocks::begin(self.gpu, pages).ok();
+        self.page_locks.is_some()
+    }
+
+    fn unpin(&mut self, memory: PinnedSlice) -> Result<()> {
+        drop(self.page_locks.take_if(|locks| locks.memory() == memory));
+        self.finish_streams()?;
+        self.registered.retain(|registered| !memory.contains(registered.memory()));
+        Ok(())
+    }
+}
+
 impl Device for CudaDevice {
     fn describe(&self) -> String {
         let own = if self.attention == Attention::Plain { "plain attention" } else { "attention by products" };
@@ -424,33 +453,6 @@ impl Device for CudaDevice {
     fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, space: MemorySpace) -> Result<()> {
         self.check_memory(memory)?;
         unified::prefetch(self, stream, memory, space)
-    }
-
-    fn pin(&mut self, memory: PinnedSlice) -> Result<()> {
-        match self.page_locks.as_mut().filter(|locks| locks.memory() == memory) {
-            Some(locks) => {
-                let locked = locks.take();
-                if locked.is_err() {
-                    self.page_locks = None;
-                }
-                self.registered.extend(locked?);
-            }
-            None if memory.bytes() > 0 => self.registered.push(Registered::new(memory)?),
-            None => {}
-        }
-        Ok(())
-    }
-
-    fn pin_beside_steps(&mut self, pages: PagesToCome) -> bool {
-        self.page_locks = PageLocks::begin(self.gpu, pages).ok();
-        self.page_locks.is_some()
-    }
-
-    fn unpin(&mut self, memory: PinnedSlice) -> Result<()> {
-        drop(self.page_locks.take_if(|locks| locks.memory() == memory));
-        self.finish_streams()?;
-        self.registered.retain(|registered| !memory.contains(registered.memory()));
-        Ok(())
     }
 
     fn check_memory(&self, memory: DeviceSlice) -> Result<()> {

@@ -1,4 +1,4 @@
-//! Host memory whose pages a thread faults in and locks while steps run.
+//! Host memory whose pages threads fault in and lock while steps run.
 
 use super::driver::Registered;
 use super::open::open;
@@ -9,33 +9,29 @@ use crate::host::pinned::PinnedSlice;
 use cust::device::Device;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
-/// Name of the thread.
-const THREAD: &str = "page locks";
-
-/// A thread that locks pages part by part, so that it holds the driver's own locks for short times, and then faults others in.
+/// A thread that locks pages part by part, so that it holds the driver's own locks for short times, and one that faults others in.
 pub(super) struct PageLocks {
     pages: PagesToCome,
     stop: Arc<AtomicBool>,
-    /// All locks, once they are made.
-    locked: Receiver<Result<Vec<Registered>>>,
-    thread: Option<JoinHandle<()>>,
+    /// Returns all locks.
+    locking: Option<JoinHandle<Result<Vec<Registered>>>>,
+    faulting: Option<JoinHandle<Result<()>>>,
 }
 
 impl PageLocks {
-    /// Begins to lock `pages` for `gpu`. The memory must stay mapped until the thread has ended.
+    /// Begins to lock `pages` for `gpu`. The memory must stay mapped until this value is dropped.
     ///
     /// # Errors
     /// `Resource` when the system starts no thread.
     pub(super) fn begin(gpu: Device, pages: PagesToCome) -> Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
-        let (send, locked) = sync_channel(1);
+        let mut locks = Self { pages, stop: stop.clone(), locking: None, faulting: None };
         let is_stopped = stop.clone();
-        let body = move || prepare(gpu, pages, &send, &is_stopped);
-        let thread = Builder::new().name(THREAD.into()).spawn(body).map_err(|e| Error::resource("start a thread that locks pages", e))?;
-        Ok(Self { pages, stop, locked, thread: Some(thread) })
+        locks.locking = Some(start("page locks", move || lock(gpu, parts(pages.pinned, pages.part_bytes, &is_stopped)))?);
+        locks.faulting = Some(start("page faults", move || parts(pages.pageable, pages.part_bytes, &stop).try_for_each(fault_in_part))?);
+        Ok(locks)
     }
 
     /// The memory that is being locked.
@@ -43,44 +39,46 @@ impl PageLocks {
         self.pages.pinned
     }
 
-    /// Waits until all parts are locked, and returns the locks. The thread goes on with pages that it does not lock.
+    /// Waits until all parts are locked, and returns the locks. Pages that are not locked may still come.
     ///
     /// # Errors
     /// `Resource` when the system refuses to lock a part; then no part stays locked.
     pub(super) fn take(&mut self) -> Result<Vec<Registered>> {
-        self.locked
-            .recv()
-            .unwrap_or_else(|_| Err(Error::resource("lock pages of host memory", "the locks were taken, or the thread has ended")))
+        let ended = |why| Error::resource("lock pages of host memory", why);
+        let thread = self.locking.take().ok_or_else(|| ended("the locks were taken before"))?;
+        thread.join().map_err(|_| ended("the thread panicked"))?
     }
 }
 
 impl Drop for PageLocks {
-    /// Ends the thread after its present part, and releases locks that nobody has taken.
+    /// Ends both threads after their present parts, and releases locks that were not taken. Pages that were not granted are granted when
+    /// they are written.
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        drop(self.thread.take().map(JoinHandle::join));
+        drop(self.locking.take().map(JoinHandle::join));
+        drop(self.faulting.take().map(JoinHandle::join));
     }
 }
 
-/// Locks the memory to be pinned, sends the locks, and faults in the pageable memory, until `stop` is set.
-fn prepare(gpu: Device, pages: PagesToCome, send: &SyncSender<Result<Vec<Registered>>>, stop: &AtomicBool) {
-    let parts = |memory| parts(memory, pages.part_bytes).take_while(|_| !stop.load(Ordering::Relaxed));
-    let lock = || {
-        let _context = open(gpu)?;
-        parts(pages.pinned).map(|part| fault_in_part(part).and_then(|()| Registered::new(part))).collect()
-    };
-    // The channel holds one message.
-    drop(send.send(lock()));
-    // Pages that are not granted now are granted when they are written.
-    let _ = parts(pages.pageable).try_for_each(fault_in_part);
+fn start<T: Send + 'static>(name: &str, body: impl FnOnce() -> T + Send + 'static) -> Result<JoinHandle<T>> {
+    Builder::new().name(name.into()).spawn(body).map_err(|e| Error::resource("start a thread for pages of host memory", e))
+}
+
+fn lock(gpu: Device, mut parts: impl Iterator<Item = PinnedSlice>) -> Result<Vec<Registered>> {
+    let _context = open(gpu)?;
+    parts.try_fold(Vec::new(), |mut locked, part| {
+        fault_in_part(part)?;
+        locked.push(Registered::new(part)?);
+        Ok(locked)
+    })
 }
 
 fn fault_in_part(part: PinnedSlice) -> Result<()> {
-    fault_in(part).map_err(|e| Error::resource("fault in host memory for copies", e))
+    fault_in(part.addr()..part.addr() + part.bytes()).map_err(|e| Error::resource("fault in host memory for copies", e))
 }
 
-/// Parts of at most `bytes` of `memory`.
-fn parts(memory: PinnedSlice, bytes: usize) -> impl Iterator<Item = PinnedSlice> {
-    let starts = (0..memory.bytes()).step_by(bytes.max(1));
+/// Parts of at most `bytes` of `memory`, until `stop` is set.
+fn parts(memory: PinnedSlice, bytes: usize, stop: &AtomicBool) -> impl Iterator<Item = PinnedSlice> {
+    let starts = (0..memory.bytes()).step_by(bytes.max(1)).take_while(|_| !stop.load(Ordering::Relaxed));
     starts.map(move |start| memory.slice(start, bytes.min(memory.bytes() - start)))
 }

@@ -8,7 +8,9 @@ mod disk_writes;
 mod pool;
 mod world;
 
-use super::{Checked, Device, DeviceKind, DeviceLibraries, DeviceSlice, EventId, Kernel, Launch, MatrixPart, Peers, Stream, Swap};
+use super::{
+    Checked, Device, DeviceKind, DeviceLibraries, DeviceSlice, EventId, Kernel, Launch, MatrixPart, Peers, PinMemory, Stream, Swap,
+};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::hardware::rates::{HostFormats, Rates};
@@ -161,6 +163,16 @@ impl Peers for SimDevice {
 
 impl DeviceLibraries for SimDevice {}
 
+impl PinMemory for SimDevice {
+    fn pin(&mut self, _memory: PinnedSlice) -> Result<()> {
+        Ok(())
+    }
+
+    fn unpin(&mut self, _memory: PinnedSlice) -> Result<()> {
+        Ok(())
+    }
+}
+
 impl Device for SimDevice {
     fn describe(&self) -> String {
         format!("simulated {}", self.name)
@@ -189,14 +201,6 @@ impl Device for SimDevice {
             let seconds = self.rates.latency_s + memory.bytes() as f64 / self.rates.managed_bytes_per_s;
             self.enqueue(stream, OpKind::Paging, super::prefetch_span(space), seconds);
         }
-        Ok(())
-    }
-
-    fn pin(&mut self, _memory: PinnedSlice) -> Result<()> {
-        Ok(())
-    }
-
-    fn unpin(&mut self, _memory: PinnedSlice) -> Result<()> {
         Ok(())
     }
 

@@ -129,8 +129,8 @@ impl StepScratch {
         }
     }
 
-    /// Whether the device was asked to pin slots.
-    pub(in crate::engine) fn was_asked_to_pin(&self) -> bool {
+    /// Whether pinning has begun beside steps, or was declined.
+    pub(in crate::engine) fn has_begun_to_pin(&self) -> bool {
         self.pinned_copies != PinnedCopies::No
     }
 
