@@ -2,7 +2,7 @@
 
 use crate::processes::{digest_of_one, ends, start, start_in};
 use crate::program::{Outcome, Workspace, program, run};
-use crate::resume::{await_line, send};
+use crate::resume::{await_line, limit_files, send};
 use crate::sweep::PROMPTLY;
 use nix::sys::signal::Signal;
 use serde_json::Value;
@@ -107,4 +107,41 @@ fn a_signal_in_a_save_of_several_processes_ends_the_run_after_that_save_and_one_
     assert_eq!(saved.digest(), whole);
     let last = run(program(&["digest"]).arg(workspace.path("told")));
     assert!(outcomes[0].stdout.contains(&format!("digest: {}", last.digest())), "{outcomes:?}");
+}
+
+/// States on the devices have no memory for copies in these runs, so each rank writes its file before the next step.
+#[cfg(feature = "repartition")]
+#[test]
+fn processes_without_memory_for_copies_of_states_on_devices_stop_for_a_save_with_the_same_bytes() {
+    let workspace = Workspace::new();
+    let of = |out: &str, memory: &str| {
+        let outcomes = ends(start(&workspace, out, 2, &["--max-steps=4", "--save-steps=2", "--resident-buckets=all", memory]));
+        assert!(outcomes.iter().all(|outcome| outcome.code == 0), "{outcomes:?}");
+        outcomes
+    };
+    let outcomes = of("none", "--save-memory=0");
+    assert!(outcomes[0].stdout.contains("copies of the states on the device take"), "{outcomes:?}");
+    of("stopping", "--save-memory=off");
+    for name in ["checkpoint-2/state-0.bin", "checkpoint-2/state-1.bin", "checkpoint-4/state-1.bin"] {
+        let [none, stopping] = ["none", "stopping"].map(|out| fs::read(workspace.path(&format!("{out}/{name}"))).unwrap());
+        assert!(none == stopping, "{name}");
+    }
+}
+
+/// A process that cannot write its file ends the run with its error, in a save beside steps and in one that stops training.
+#[test]
+fn a_process_whose_disk_fails_in_a_save_ends_the_run_and_leaves_the_checkpoint_before() {
+    let workspace = Workspace::new();
+    let (whole, bytes) = (digest_of_one(&workspace, "whole", 1, &["--max-steps=300"]), part_bytes(&workspace));
+    for (out, memory) in [("beside", "--save-memory=auto"), ("stopping", "--save-memory=off")] {
+        let mut children = start(&workspace, out, 2, &["--max-steps=100000", "--save-steps=300", memory]);
+        await_line(&mut children[0], "checkpoint-300");
+        limit_files(&children[1], bytes / 2);
+        let outcomes = ends(children);
+        outcomes[1].refused(1, &["File too large"]);
+        outcomes[0].refused(1, &["process 1 on ", "File too large"]);
+        let saved = run(program(&["digest"]).arg(workspace.path(&format!("{out}/checkpoint-300"))));
+        assert_eq!(saved.digest(), whole, "{outcomes:?}");
+        assert_eq!(workspace.names(out, ".checkpoint-"), [""; 0], "remains in {out}");
+    }
 }
