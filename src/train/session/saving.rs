@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 const LONG_WAIT: Duration = Duration::from_secs(1);
 
 impl<D: Kernels> Session<D> {
-    /// A checkpoint after a step, when one is due.
+    /// A checkpoint after a step, when one is due. If a later one runs beside steps, its memory is prepared.
     ///
     /// # Errors
     /// As [`Session::save_if_new`], and the errors of a save that ran beside the steps.
