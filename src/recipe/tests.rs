@@ -125,6 +125,21 @@ fn the_record_of_checkpoints_is_stable() {
     assert_eq!(serde_json::to_string(&run).unwrap(), text);
 }
 
+/// The block decides the bits of attention by products, so that a run does not go on from one with another block.
+#[test]
+fn attention_by_products_is_recorded_with_its_block() {
+    let recorded = |attention| {
+        let mut recipe = recipe();
+        recipe.numerics.attention = attention;
+        let mut run = Map::new();
+        recipe.record(&mut run);
+        run["numerics"]["attention"].as_str().unwrap().to_string()
+    };
+    assert_eq!(recorded(Attention::Products), "products of 1024 queries");
+    let both = |deterministic| recorded(Attention::CudnnOrProducts { deterministic });
+    assert_eq!([both(true), both(false)], ["cudnn or products of 1024 queries", "cudnn or products of 1024 queries, nondeterministic"]);
+}
+
 #[test]
 fn older_records_are_completed_and_missing_parts_stay_missing() {
     let then = json!({"numerics": {"attention": "cudnn"}}).as_object().unwrap().clone();
