@@ -280,6 +280,17 @@ mod tests {
     use crate::hardware::rates::AttentionKernels::{AsMeasured, Deterministic, Plain};
 
     #[test]
+    fn products_pass_over_scores_and_a_capped_softmax_takes_longer() {
+        let shape =
+            AttentionShape { batch: 1, seq_length: 1024, heads: 2, kv_heads: 1, head_dim: 64, scale: 1.0, window: None, softcap: None };
+        let scores = 2.0 * 1024.0 * 1024.0;
+        let flops = 2.0 * scores * 64.0;
+        assert_eq!(shape.costs_of_products(), [[2.0 * flops, scores * 12.0], [5.0 * flops, scores * 26.0]]);
+        let [[_, forward], [_, backward]] = AttentionShape { softcap: Some(50.0), ..shape }.costs_of_products();
+        assert_eq!([forward, backward], [6.0 + 1.8 * 6.0, 14.0 + 1.8 * 12.0].map(|bytes| scores * bytes));
+    }
+
+    #[test]
     fn a_rest_of_one_query_is_in_the_block_before_it() {
         let blocks = |seq_length, block| {
             let shape =
