@@ -51,8 +51,8 @@ pub(crate) struct Exportable {
     pub(crate) carried: Option<CarriedTensors>,
 }
 
-/// Writes a model directory: the files of `model`, and the weights that `read` gives, one tensor of the table at a time into a buffer of its
-/// length. The directory of a model with carried tensors mirrors the source: names, order and configuration are those of the source, and
+/// Writes a model directory: the files of `model`, and the weights that `read` gives on another thread, one tensor of the table at a time into a
+/// buffer of its length. The directory of a model with carried tensors mirrors the source: names, order and configuration are those of the source, and
 /// carried tensors have the bytes of the source. The directory is written beside and renamed. Returns a warning about limits of the file system.
 ///
 /// # Errors
@@ -62,7 +62,7 @@ pub(crate) fn export(
     out_dir: &Path,
     model: &Exportable,
     options: Options,
-    read: impl FnMut(&TensorSpec, &mut [f32]) -> Result<()>,
+    read: impl FnMut(&TensorSpec, &mut [f32]) -> Result<()> + Send,
 ) -> Result<Option<String>> {
     let place = ExportDir::open(out_dir)?;
     let table = TensorTable::new(&model.shape);

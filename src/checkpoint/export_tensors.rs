@@ -1,6 +1,7 @@
 //! The tensors of an export: their order, their formats, their files.
 
 use super::export_config::pretty;
+use super::read_ahead;
 use crate::disk::{Dir, OutFile};
 use crate::dtype::{Dtype, Element};
 use crate::error::{Error, Result};
@@ -40,9 +41,43 @@ enum Content<'a> {
     CarriedButRows(&'a CarriedTensors, &'a TensorSpec),
 }
 
+impl Content<'_> {
+    /// The tensor of the table whose values are written.
+    fn spec(&self) -> Option<&TensorSpec> {
+        match self {
+            Self::Trained(spec, _) | Self::CarriedButRows(_, spec) => Some(spec),
+            Self::Carried(_) => None,
+        }
+    }
+
+    /// Sets `tensor` to the values of the tensor of the table, if there is one.
+    fn read(&self, read: &mut impl FnMut(&TensorSpec, &mut [f32]) -> Result<()>, tensor: &mut Vec<f32>) -> Result<()> {
+        self.spec().map_or(Ok(()), |spec| {
+            tensor.resize(spec.elems(), 0.0);
+            read(spec, tensor)
+        })
+    }
+}
+
 impl Item<'_> {
     fn bytes(&self) -> usize {
         self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8
+    }
+
+    /// Appends the bytes of this item. `tensor` has the values of its tensor of the table.
+    fn write(&self, file: &mut OutFile, tensor: &[f32]) -> Result<()> {
+        match &self.content {
+            Content::Carried(carried) => carried.read(&self.name, |bytes| file.write(bytes)),
+            Content::CarriedButRows(carried, spec) => {
+                let (rows, mut at) = (rows_in_file(spec, tensor, self.dtype), 0);
+                carried.read(&self.name, |bytes| {
+                    let written = with_rows(bytes, at, &rows);
+                    at += bytes.len();
+                    file.write(&written)
+                })
+            }
+            Content::Trained(spec, part) => write_part(file, (spec, part), tensor, self.dtype),
+        }
     }
 }
 
@@ -122,53 +157,79 @@ fn shards(items: Vec<Item<'_>>, max_shard_bytes: u64) -> Vec<Vec<Item<'_>>> {
     shards
 }
 
-/// Writes `items` into `dir`, in shards of at most so many bytes. `read` gives the values of a tensor of the table.
+/// Writes `items` into `dir`, in shards of at most so many bytes. `read` gives the values of a tensor of the table. It runs on a thread of
+/// its own, which reads a tensor while the one before is written, so that the values of two tensors are in memory.
+///
+/// # Errors
+/// The first error in the order of `items`, of `read` or of a file; `Resource` when no thread can be started.
 pub(super) fn write(
     dir: &Dir,
     items: Vec<Item<'_>>,
     max_shard_bytes: u64,
-    mut read: impl FnMut(&TensorSpec, &mut [f32]) -> Result<()>,
+    read: impl FnMut(&TensorSpec, &mut [f32]) -> Result<()> + Send,
 ) -> Result<()> {
-    let (mut weight_map, mut total_bytes) = (Map::new(), 0);
-    let (mut tensor, mut held) = (vec![], None);
-    let mut hold = |spec: &TensorSpec, tensor: &mut Vec<f32>| {
-        if held != Some(spec.index) {
-            tensor.resize(spec.elems(), 0.0);
-            read(spec, tensor)?;
-            held = Some(spec.index);
-        }
-        Ok(())
-    };
     let shards = shards(items, max_shard_bytes);
-    for (shard, number) in shards.iter().zip(1..) {
-        let name = if shards.len() == 1 { SINGLE.into() } else { format!("model-{number:05}-of-{:05}.safetensors", shards.len()) };
-        let mut file = dir.create_file(&name)?;
-        file.write(&header(shard))?;
-        for item in shard {
-            match &item.content {
-                Content::Carried(carried) => carried.read(&item.name, |bytes| file.write(bytes))?,
-                Content::CarriedButRows(carried, spec) => {
-                    hold(spec, &mut tensor)?;
-                    let (rows, mut at) = (rows_in_file(spec, &tensor, item.dtype), 0);
-                    carried.read(&item.name, |bytes| {
-                        let written = with_rows(bytes, at, &rows);
-                        at += bytes.len();
-                        file.write(&written)
-                    })?;
-                }
-                Content::Trained(spec, part) => {
-                    hold(spec, &mut tensor)?;
-                    write_part(&mut file, (spec, part), &tensor, item.dtype)?;
-                }
-            }
-            file.begin_writing_back(WRITE_BACK_BYTES);
-            weight_map.insert(item.name.clone(), Value::from(name.as_str()));
-            total_bytes += item.bytes();
-        }
-        file.sync()?;
+    let items = |(nth, shard)| std::iter::repeat(nth).zip(shard);
+    let items: Vec<(usize, &Item)> = shards.iter().enumerate().flat_map(items).collect();
+    let index = |item: &Item| item.content.spec().map(|spec| spec.index);
+    let runs: Vec<_> = items.chunk_by(|(_, item), (_, next)| index(item) == index(next)).collect();
+    let hold = |read: &mut _, nth: usize, tensor: &mut Vec<f32>| runs[nth][0].1.content.read(read, tensor);
+    let mut files = ShardFiles::new(dir, &shards);
+    read_ahead::in_order(vec![read], runs.len(), hold, |nth, tensor| {
+        runs[nth].iter().try_for_each(|&(shard, item)| files.write(shard, item, tensor))
+    })?;
+    files.end()
+}
+
+/// The files of all shards, of which one is open.
+struct ShardFiles<'a> {
+    dir: &'a Dir,
+    shards: &'a [Vec<Item<'a>>],
+    /// The position of the shard that is being written, the name of its file, and the file.
+    open: Option<(usize, String, OutFile)>,
+    weight_map: Map<String, Value>,
+    total_bytes: usize,
+}
+
+impl<'a> ShardFiles<'a> {
+    fn new(dir: &'a Dir, shards: &'a [Vec<Item<'a>>]) -> Self {
+        Self { dir, shards, open: None, weight_map: Map::new(), total_bytes: 0 }
     }
-    let index = json!({"metadata": {"total_size": total_bytes}, "weight_map": weight_map});
-    if shards.len() > 1 { dir.write_file(INDEX, &pretty(&index)).map(drop) } else { Ok(()) }
+
+    /// Appends `item` to shard `nth`. `tensor` has the values of the item's tensor of the table.
+    fn write(&mut self, nth: usize, item: &Item, tensor: &[f32]) -> Result<()> {
+        let open = match self.open.take_if(|(open, ..)| *open == nth) {
+            Some(open) => open,
+            None => self.begin(nth)?,
+        };
+        let (_, name, file) = self.open.insert(open);
+        item.write(file, tensor)?;
+        file.begin_writing_back(WRITE_BACK_BYTES);
+        self.weight_map.insert(item.name.clone(), Value::from(name.as_str()));
+        self.total_bytes += item.bytes();
+        Ok(())
+    }
+
+    /// Ends the open shard, and creates shard `nth` with its header.
+    fn begin(&mut self, nth: usize) -> Result<(usize, String, OutFile)> {
+        self.sync()?;
+        let all = self.shards.len();
+        let name = if all == 1 { SINGLE.into() } else { format!("model-{:05}-of-{all:05}.safetensors", nth + 1) };
+        let mut file = self.dir.create_file(&name)?;
+        file.write(&header(&self.shards[nth]))?;
+        Ok((nth, name, file))
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.open.as_ref().map_or(Ok(()), |(.., file)| file.sync())
+    }
+
+    /// Ends the open shard, and writes the index of several shards.
+    fn end(self) -> Result<()> {
+        self.sync()?;
+        let index = json!({"metadata": {"total_size": self.total_bytes}, "weight_map": self.weight_map});
+        if self.shards.len() > 1 { self.dir.write_file(INDEX, &pretty(&index)).map(drop) } else { Ok(()) }
+    }
 }
 
 /// The length, then the JSON, padded so that the tensors are aligned.
