@@ -97,7 +97,8 @@ impl BlockStep for Stepper<'_> {
         if let Some(lifting) = self.lifting {
             return lifting.commit(self.isa, block, grads);
         }
-        adam::commit(step, block, grads);
+        // SAFETY: this pass runs with the instruction set.
+        adam::commit_block(step, block, grads, |v| unsafe { shells::roots(self.isa, v) });
         false
     }
 }
