@@ -69,6 +69,14 @@ def olmoe():
                        max_position_embeddings=4096, use_cache=False, experts_implementation="grouped_mm")
 
 
+def qwen3_5_4b():
+    from transformers import Qwen3_5TextConfig
+
+    return Qwen3_5TextConfig(num_hidden_layers=32, hidden_size=2560, intermediate_size=9216, num_attention_heads=16, num_key_value_heads=4,
+                             head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32, vocab_size=248320, tie_word_embeddings=True,
+                             use_cache=False)
+
+
 # Name: configuration, sequences of a batch, tokens of a sequence.
 WORKLOADS = {
     "W1": (lambda: qwen3(36, 2560, 9728, 32, 8, 151936), 4, 4096),
@@ -77,6 +85,7 @@ WORKLOADS = {
     "W3": (lambda: gpt(44, 3072), 8, 1024),
     "W4": (lambda: qwen3(40, 5120, 17408, 40, 8, 151936, tied=False), 4, 4096),
     "OLMoE": (olmoe, 8, 4096),
+    "Qwen3.5-4B": (qwen3_5_4b, 4, 4096),
     "L128k": (lambda: llama(32), 1, 131072),
     "tiny": (lambda: qwen3(2, 256, 512, 2, 1, 512), 2, 64),
     "tiny-long": (lambda: qwen3(2, 256, 512, 2, 1, 512), 1, 8192),
@@ -97,7 +106,13 @@ def flops(config, model, batch, seq_length, is_checkpointed):
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     idle = experts - experts * config.num_experts_per_tok // config.num_experts if experts else 0
     matrices = sum(p.numel() for p in model.parameters()) - idle - positions - (0 if config.tie_word_embeddings else embedding)
-    attention = 6 * layers * heads * head_dim * seq_length * tokens
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    linear = kinds.count("linear_attention")
+    attention = 6 * (layers - linear) * heads * head_dim * seq_length * tokens
+    if linear:
+        # The gated delta rule as a recurrence: three products of a head's state with a row.
+        state = config.linear_key_head_dim * config.linear_value_head_dim * config.linear_num_value_heads
+        attention += 18 * linear * state * tokens
     once = 6 * matrices * tokens + attention
     again = 2 * (matrices - embedding) * tokens + attention // 3
     return matrices, once, once + (again if is_checkpointed else 0)
