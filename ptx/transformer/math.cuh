@@ -64,12 +64,30 @@ __device__ __forceinline__ float exp_nonpositive(float x) {
     return e.p * __uint_as_float((e.shifted << 23) + (127u << 23));
 }
 
-// tanh(x); beyond 10 it is 1 to the last bit.
+// A divisor from 1e-3 to 1e9, and its reciprocal, rounded to nearest as 1 / divisor is.
+struct Divisor {
+    float value, reciprocal;
+
+    __device__ __forceinline__ explicit Divisor(float value) : value(value) {
+        float estimate;
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(value));
+        reciprocal = fmaf(fmaf(-value, estimate, 1.0f), estimate, estimate);
+    }
+    // x / value, without the branch of a division: a correction of the product with a rounded reciprocal has the bits of the quotient
+    // (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). A dividend below 2^-100 may have
+    // another last bit.
+    __device__ __forceinline__ float divides(float x) const {
+        const float quotient = x * reciprocal;
+        return fmaf(fmaf(-quotient, value, x), reciprocal, quotient);
+    }
+};
+
+// tanh(x) for numbers from -10 to 10, and NaN.
 __device__ __forceinline__ float tanh_exact(float x) {
-    const Exponential reduced = reduce_exp_m1(2.0f * max_nan(min_nan(x, 10.0f), -10.0f));
+    const Exponential reduced = reduce_exp_m1(2.0f * x);
     const float power = __uint_as_float((reduced.shifted << 23) + (127u << 23));
     const float e = fmaf(reduced.p, power, power - 1.0f);
-    return e / (e + 2.0f);
+    return Divisor(e + 2.0f).divides(e);
 }
 
 // `x` bent so that it stays between `-cap` and `cap`, and its slope.
@@ -77,9 +95,11 @@ struct Capped {
     float value, slope;
 };
 
-__device__ __forceinline__ Capped soft_capped(float x, float cap) {
-    const float t = tanh_exact(x / cap);
-    return {cap * t, fmaf(t, -t, 1.0f)};
+// Beyond 10 caps the result is the cap to the last bit.
+__device__ __forceinline__ Capped soft_capped(float x, const Divisor& cap) {
+    const float limit = 10.0f * cap.value;
+    const float t = tanh_exact(cap.divides(max_nan(min_nan(x, limit), -limit)));
+    return {cap.value * t, fmaf(t, -t, 1.0f)};
 }
 
 // Ways to take a number before anything else is done with it.
@@ -88,7 +108,8 @@ struct AsItIs {
 };
 
 struct SoftCap {
-    float cap;
+    Divisor cap;
+    __device__ __forceinline__ explicit SoftCap(float cap) : cap(cap) {}
     __device__ __forceinline__ Capped operator()(float x) const { return soft_capped(x, cap); }
 };
 
