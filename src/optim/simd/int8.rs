@@ -97,8 +97,17 @@ impl BlockStep for Stepper<'_> {
         if let Some(lifting) = self.lifting {
             return lifting.commit(self.isa, block, grads);
         }
-        // SAFETY: this pass runs with the instruction set.
-        adam::commit_block(step, block, grads, |v| unsafe { shells::roots(self.isa, v) });
+        adam::commit_block(
+            step,
+            block,
+            grads,
+            // Inlined, so that it is compiled for the instruction set of the pass.
+            #[inline(always)]
+            |v| {
+                // SAFETY: this pass runs with the instruction set.
+                unsafe { shells::roots(self.isa, v) }
+            },
+        );
         false
     }
 }
