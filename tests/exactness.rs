@@ -3,7 +3,8 @@
 
 use crate::campaign::record;
 use crate::support::{
-    Noise, digest, engine, grad_ring, load, params_with_ties, random_params, settings, start, tiny_delta, tiny_gemma, tiny_llama, tiny_moe,
+    Noise, digest, engine, grad_ring, load, params_with_ties, random_params, settings, start, tiny_delta, tiny_gemma, tiny_latent,
+    tiny_llama, tiny_moe,
 };
 use crate::sweep::sweep;
 use half::bf16;
@@ -32,15 +33,22 @@ pub enum Kind {
     Delta,
     /// With experts beside an MLP.
     Gemma,
+    /// With latent attention, and experts in all layers but the first.
+    Latent,
 }
 
 impl Kind {
     fn of(seed: u64) -> Self {
-        [Self::Llama, Self::Moe, Self::Delta, Self::Gemma][seed as usize % 4]
+        [Self::Llama, Self::Moe, Self::Delta, Self::Gemma, Self::Latent][seed as usize % 5]
     }
 
     pub fn has_experts(self) -> bool {
-        matches!(self, Self::Moe | Self::Gemma)
+        matches!(self, Self::Moe | Self::Gemma | Self::Latent)
+    }
+
+    /// Whether no product of such layers may be computed in FP8.
+    pub fn excludes_fp8(self) -> bool {
+        matches!(self, Self::Delta | Self::Latent)
     }
 
     pub fn model(self) -> fn(usize, usize, usize, bool) -> ModelShape {
@@ -49,6 +57,7 @@ impl Kind {
             Self::Moe => tiny_moe,
             Self::Delta => tiny_delta,
             Self::Gemma => tiny_gemma,
+            Self::Latent => tiny_latent,
         }
     }
 }
@@ -217,7 +226,7 @@ fn run(case: &Case, way: &Way) -> Run {
     let cast = if cfg!(feature = "superchip-cast") { way.cast } else { "host" };
     let adversary = way.adversary.map_or(String::new(), |seed| format!("adversary = {seed}\ndevice = \"cpu\""));
     let without = if way.without.is_empty() { String::new() } else { format!("without = [{}]", way.without) };
-    let dtype = if case.dtype == FP8 && case.kind == Kind::Delta { "bfloat16" } else { case.dtype };
+    let dtype = if case.dtype == FP8 && case.kind.excludes_fp8() { "bfloat16" } else { case.dtype };
     let dtype = if dtype == FP8 { "matmul-dtype = \"fp8\"".into() } else { format!("dtype = \"{dtype}\"") };
     let lines = format!(
         "strategy = \"{}\"\nthreads = {}\nbucket-mib = {}\nslots = {}\nresident-buckets = {}\nmasters = \"{masters}\"\ncast = \"{}\"\n{without}\n{adversary}\n\
@@ -249,8 +258,8 @@ fn run(case: &Case, way: &Way) -> Run {
     let early = if way.early { plan("auto", "on").ok() } else { None };
     let mut plan = sharded.or(early).unwrap_or_else(|| plan("auto", "off").unwrap());
     EARLY.with(|runs| runs.set(runs.get() + usize::from(!plan.placement.layout.early().is_empty())));
-    // Ranks cannot divide buckets of the tiny tensors that gated delta rules have.
-    let divides = ranks == 1 || case.kind != Kind::Delta;
+    // Ranks cannot divide buckets of the tiny tensors that gated delta rules and latent attention have.
+    let divides = ranks == 1 || !matches!(case.kind, Kind::Delta | Kind::Latent);
     if way.whole_tensors && divides && plan.placement.rings.weights.is_none() {
         cut_at_tensors(&mut plan, &table, resident);
     }

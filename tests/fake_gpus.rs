@@ -259,12 +259,17 @@ fn models_with_experts_start_and_end_on_gpus() {
     if is_emulated() {
         return;
     }
-    for architecture in ["Qwen3MoeForCausalLM", "OlmoeForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM", "Gemma4ForCausalLM"] {
+    for architecture in
+        ["Qwen3MoeForCausalLM", "OlmoeForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM", "Gemma4ForCausalLM", "DeepseekV3ForCausalLM"]
+    {
+        let kv_heads = if architecture.starts_with("Deepseek") { 4 } else { 2 };
         let config = serde_json::json!({
-            "architectures": [architecture], "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "architectures": [architecture], "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": kv_heads,
             "head_dim": 8, "intermediate_size": 32, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,
             "mlp_only_layers": [1], "vocab_size": 256, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
             "rope_scaling": {"rope_type": "default"}, "tie_word_embeddings": false,
+            "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_shared_experts": 1,
+            "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.0, "first_k_dense_replace": 1,
             "hidden_size_per_layer_input": 0, "enable_moe_block": true, "top_k_experts": 2, "global_head_dim": 264,
             "rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
         });

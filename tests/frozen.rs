@@ -70,6 +70,7 @@ fn an_export_has_frozen_tensors_byte_for_byte_and_new_values_of_all_others() {
         ("qwen3_5", "conv1d|A_log|layers\\.0\\.mlp"),
         ("qwen3_moe", "mlp\\.(experts|gate)\\."),
         ("gemma4_moe", "layer_scalar|experts\\.|router\\.scale|layers\\.0\\.(mlp|post_feedforward_layernorm_2)"),
+        ("deepseek_v3_lora", "kv_b_proj|q_a_layernorm|e_score_correction_bias|layers\\.0\\.(mlp|self_attn\\.kv_a_proj)"),
         ("qwen3_vl", "embed_tokens|layers\\.0\\."),
     ];
     for (name, pattern) in cases {

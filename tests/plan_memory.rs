@@ -2,7 +2,7 @@
 //! the comparison on a GPU.
 
 use crate::planned;
-use crate::support::{settings, tiny_delta, tiny_gemma, tiny_llama, tiny_moe};
+use crate::support::{settings, tiny_delta, tiny_gemma, tiny_latent, tiny_llama, tiny_moe};
 use superoffload::internals::bucket::Tier;
 use superoffload::internals::device::{DeviceKind, Kernels};
 use superoffload::internals::dtype::Dtype;
@@ -39,6 +39,7 @@ fn a_frozen_parameter_takes_two_bytes_and_every_class_matches_allocations() {
         tiny_moe(6, 64, 300, false),
         tiny_delta(6, 64, 300, false),
         tiny_gemma(6, 64, 300, false),
+        tiny_latent(6, 64, 300, false),
     ] {
         let shape = with_frozen(shape);
         for more in ["", "strategy = \"no-offload\"\n", "gradient-shares = 3\n", "dtype = \"float32\"\n", "activations = \"host\"\n"] {
@@ -118,7 +119,8 @@ fn every_memory_class_of_a_plan_for_cpus_matches_allocations() {
     let strategies = ["superoffload", "zero-offload", "no-offload"].map(|name| format!("{common}strategy = \"{name}\"\n"));
     let (demo, small, experts) = (ModelShape::demo(), tiny_llama(6, 64, 300, false), tiny_moe(6, 64, 300, false));
     let (delta, gemma) = (tiny_delta(6, 64, 300, false), tiny_gemma(6, 64, 300, false));
-    for shape in [&demo, &small, &experts, &delta, &gemma] {
+    let latent = tiny_latent(6, 64, 300, false);
+    for shape in [&demo, &small, &experts, &delta, &gemma, &latent] {
         for strategy in &strategies {
             for more in [
                 "",

@@ -296,7 +296,16 @@ fn a_run_of_a_model_with_experts_is_resumed() {
 
 #[test]
 fn a_run_of_a_model_with_experts_beside_an_mlp_is_resumed_on_two_ranks() {
-    let (workspace, golden) = (Workspace::new(), Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/gemma4_moe"));
+    expect_resumed_on_two_ranks("gemma4_moe");
+}
+
+#[test]
+fn a_run_of_a_model_with_latent_attention_is_resumed_on_two_ranks() {
+    expect_resumed_on_two_ranks("deepseek_v3_lora");
+}
+
+fn expect_resumed_on_two_ranks(family: &str) {
+    let (workspace, golden) = (Workspace::new(), Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(family));
     workspace.write("data.txt", Vec::from_iter((0..400u32).map(|n| (n * n).to_string())).concat());
     workspace.settings("tokenizer = 'bytes'\nbucket-mib = 0.03125\ndevice = 'cpu'\ngradient-shares = 2");
     workspace.write("model/config.json", fs::read(golden.join("config.json")).unwrap());

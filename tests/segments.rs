@@ -126,8 +126,8 @@ fn segments_of_layers_change_no_bit() {
     for seed in seeds(120) {
         let pick = Pick(seed);
         let (layers, channels) = pick.of(0, &[(5, 32), (9, 32), (12, 32), (8, 64)]);
-        let (kind, tied) = (pick.of(17, &[Kind::Llama, Kind::Delta, Kind::Moe, Kind::Gemma]), pick.of(18, &[false, true]));
-        let (experts, fp8) = (kind.has_experts(), if kind == Kind::Delta { "dtype = \"bfloat16\"" } else { "matmul-dtype = \"fp8\"" });
+        let (kind, tied) = (pick.of(17, &[Kind::Llama, Kind::Delta, Kind::Moe, Kind::Gemma, Kind::Latent]), pick.of(18, &[false, true]));
+        let (experts, fp8) = (kind.has_experts(), if kind.excludes_fp8() { "dtype = \"bfloat16\"" } else { "matmul-dtype = \"fp8\"" });
         let shape = kind.model()(layers, channels, pick.of(1, &[64, 300]), tied);
         let (each, turn) = (pick.of(2, &[1, 2, 3, 4]), pick.of(3, &[0, 1, 2, 3, 4]));
         let (shares, each_share) = pick.of(4, &[(1, 1), (1, 2), (1, 4), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)]);
@@ -198,9 +198,9 @@ impl RanksCase {
     fn of(pick: &Pick) -> Self {
         let (ranks, sequence_ranks) = pick.of(0, &[(2, 1), (3, 1), (4, 1), (2, 2), (4, 2)]);
         let (rounds, each_share) = pick.of(1, &[(1, 2), (2, 1), (2, 2), (3, 1)]);
-        let (kind, tied) = (pick.of(2, &[Kind::Llama, Kind::Delta, Kind::Moe, Kind::Gemma]), pick.of(3, &[false, true]));
+        let (kind, tied) = (pick.of(2, &[Kind::Llama, Kind::Delta, Kind::Moe, Kind::Gemma, Kind::Latent]), pick.of(3, &[false, true]));
         let kind = if sequence_ranks > 1 { Kind::Llama } else { kind };
-        let fp8 = if kind == Kind::Delta { "dtype = \"bfloat16\"" } else { "matmul-dtype = \"fp8\"" };
+        let fp8 = if kind.excludes_fp8() { "dtype = \"bfloat16\"" } else { "matmul-dtype = \"fp8\"" };
         let common = format!(
             "{}\nmoments = \"{}\"\nmax-grad-norm = {}\ngradient-shares = {}\ngradient-group = {}\nsequence-ranks = {sequence_ranks}\ninject = [{}]\n\
              {}\nhead-rows = \"{}\"\nlogits-dtype = \"{}\"\npacking = \"{}\"\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1",

@@ -98,7 +98,9 @@ pub(super) struct LayerActivations {
     pub(crate) attn_gate: DeviceSlice,
     pub(crate) decay: DeviceSlice,
     pub(crate) strength: DeviceSlice,
-    /// Normalised and rotated, or convolved. With sequence parallelism, this array and the next two hold all tokens and this rank's heads.
+    /// Latent vectors; empty without them.
+    pub(crate) latent: LatentActivations,
+    /// Normalised and rotated, convolved, or assembled from latent vectors. With sequence parallelism, this array and the next two hold all tokens and this rank's heads.
     pub qkv: DeviceSlice,
     pub(crate) attn_out: DeviceSlice,
     /// `[batch, heads, seq_length]`; empty without scores.
@@ -126,6 +128,19 @@ impl LayerActivations {
     pub(super) fn on_host(&self) -> impl Iterator<Item = &HostTurn> {
         self.host_input.iter().chain(self.host_attention.iter().flatten())
     }
+}
+
+/// Latent vectors of latent attention. The vector of queries before its norm is [`ProjectedQkv::raw`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LatentActivations {
+    /// Vector of keys and values before its norm, `[T, rank]`.
+    pub(super) raw: DeviceSlice,
+    /// Channels of keys before their rotation, `[T, rotary]`.
+    pub(super) key: DeviceSlice,
+    /// Normalised vector of keys and values, `[T, rank]`.
+    pub(super) normed: DeviceSlice,
+    /// Normalised vector of queries, `[T, query_rank]`; empty if queries are projections of the input.
+    pub(super) queries: DeviceSlice,
 }
 
 /// Output and statistics of the norm before attention or an MLP; empty without such a norm.
@@ -274,11 +289,12 @@ pub(super) struct GateWork {
     pub bounds: DeviceSlice,
 }
 
-/// The projections before the norm of queries and keys, or before the short convolution.
+/// The projections before the norm of queries and keys, or before the short convolution; with latent vectors, queries or their latent vector
+/// before its norm.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ProjectedQkv {
     pub raw: DeviceSlice,
-    /// Statistics of the norm; empty without one.
+    /// Statistics of the norm; empty without one. With latent vectors, of the norm of that of keys and values, then of that of queries.
     pub rstd: DeviceSlice,
 }
 

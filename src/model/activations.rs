@@ -4,6 +4,7 @@
 //! The [`LayerPolicy`] of a layer determines its saved activations. All other activations lie in buffers shared by all layers, whose passes
 //! run one after another, on one stream.
 
+mod latent;
 pub(crate) use super::activation_arrays::Activations;
 use super::activation_arrays::{
     AttnGateWork, DeltaWork, ExpertWork, GateWork, HeadRowsWork, LayerActivations, LossWork, MoeNormActivations, NormActivations,
@@ -257,7 +258,11 @@ impl ActivationPlan {
             gates: self.attn_gate_work(&mut memory)?,
             delta: self.delta_work(&mut memory)?,
             dinner: memory.matrix("dinner", &[self.widest(|layer| [layer.attn.out_cols(), self.dinner_cols(layer)])?], self.dtype)?,
-            dfused: memory.matrix("dfused", &[self.widest(|layer| [layer.attn.qkv_cols(), layer.widest_mlp_cols().0])?], self.dtype)?,
+            dfused: memory.matrix(
+                "dfused",
+                &[self.widest(|layer| [layer.attn.gradient_cols(), layer.widest_mlp_cols().0])?],
+                self.dtype,
+            )?,
         })
     }
 
@@ -271,7 +276,7 @@ impl ActivationPlan {
         let is = |of: fn(LayerPolicy) -> bool| move |l: usize| of(self.policies[l]);
         let (costly, cheap) = (self.parts(is(LayerPolicy::keeps_costly)), self.parts(is(LayerPolicy::keeps_cheap)));
         let inputs = self.parts_by_turns(is(|policy| !policy.sends_input()), is(LayerPolicy::sends_input));
-        // Activations that are saved in 8 bits are not saved in 16 bits.
+        // Activations that are saved in 8 bits are not saved in 16 bits. That of experts is recomputed into a workspace of all layers.
         let attn_cheap = self.parts(|l| self.policies[l].keeps_cheap() && !self.fp8);
         let mlp_cheap = self.parts(|l| self.policies[l].keeps_cheap() && !(self.fp8 && self.shape.layers[l].mlp.moe().is_none()));
         let (wide_costly, wide_cheap) = (self.in_mlp_tiles(&costly), self.in_mlp_tiles(&mlp_cheap));
@@ -297,12 +302,11 @@ impl ActivationPlan {
         let mlp_norm_out = each("layers.mlp_norm_out", &mlp_cheap, &normed, dtype)?;
         let mlp_norm_stats = each("layers.mlp_norm_stats", &costly, &normed_stats, fp32)?;
         let mlp_in = each("layers.mlp_in", &wide_costly, &|layer| layer.mlp_cols().0, dtype)?;
-        // The activation of experts is recomputed into a workspace of all layers.
         let mlp_act = each("layers.mlp_act", &wide_cheap, &|layer| layer.mlp.moe().map_or(layer.mlp_cols().1, |_| 0), dtype)?;
         let shared_in = each("layers.shared_in", &costly, &|layer| layer.mlp.shared().map_or(0, |shared| 2 * shared.width), dtype)?;
         let mlp_raw = each("layers.mlp_raw", &costly, &raw, dtype)?;
         let mlp_raw_stats = each("layers.mlp_raw_stats", &costly, &raw_stats, fp32)?;
-        let (routed, fp8, moe_norms) = (self.routed(memory)?, self.fp8_inputs(memory)?, self.moe_norms(memory)?);
+        let (routed, latent, fp8, norms) = (self.routed(memory)?, self.latent(memory)?, self.fp8_inputs(memory)?, self.moe_norms(memory)?);
         let layer = |l: usize, policy: LayerPolicy| LayerActivations {
             policy,
             intact: self.is_last_sharing(l),
@@ -315,12 +319,13 @@ impl ActivationPlan {
             attn_gate: attn_gate.at(l),
             decay: decay.at(l),
             strength: strength.at(l),
+            latent: latent[l],
             qkv: qkv.at(l),
             attn_out: attn_out.at(l),
             lse: lse.at(l),
             post_attn: RawActivations { raw: attn_raw.at(l), stats: attn_raw_stats.at(l) },
             mid: mid.at(l),
-            moe_norms: moe_norms[l],
+            moe_norms: norms[l],
             mlp_norm: NormActivations { out: mlp_norm_out.at(l), stats: mlp_norm_stats.at(l) },
             mlp_in: mlp_in.at(l),
             mlp_act: mlp_act.at(l),

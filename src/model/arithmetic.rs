@@ -1,6 +1,6 @@
 //! The properties of a shape that affect arithmetic. Checkpoints record them, so that a run cannot resume with a different model unnoticed.
 
-use super::layer_shape::{Act, Attn, AttnKind, Ffn, Join, LayerShape, Moe, NormKind, NormSpec, QkSpan, SharedExpertShape, Values};
+use super::layer_shape::{Act, Attn, AttnKind, Ffn, Join, Latent, LayerShape, Moe, NormKind, NormSpec, QkSpan, SharedExpertShape, Values};
 use super::shape::{ModelShape, RopeScaling};
 use crate::device::{ExpertActivation, RouterRule, SigmoidRule};
 use serde_json::{Map, Value, json};
@@ -102,6 +102,9 @@ fn norm_name(norm: NormKind) -> &'static str {
 
 fn attn_name(kind: AttnKind, values: Values) -> Value {
     let kind = match kind {
+        AttnKind::Latent(Latent { query_rank, rank, rotary, value }) => {
+            return json!({"kind": "latent", "query_rank": query_rank, "rank": rank, "rotary": rotary, "value": value});
+        }
         AttnKind::Softmax => "softmax",
         AttnKind::GatedSoftmax => "gated softmax",
         AttnKind::Delta => "gated delta rule",
@@ -231,6 +234,16 @@ mod tests {
         assert_eq!(all(|l| l.attn.sinks = true), ["attention_sinks"]);
         assert_eq!(all(|l| l.attn.kind = AttnKind::GatedSoftmax), ["attention"]);
         assert_eq!(changed(|s| s.layers[1].attn.kind = AttnKind::Delta), ["attention"]);
+        let latent = Latent { query_rank: None, rank: 8, rotary: 4, value: 6 };
+        assert_eq!(all(|l| l.attn.kind = AttnKind::Latent(latent)), ["attention"]);
+        let record = |latent| attn_name(AttnKind::Latent(latent), Values::Projected);
+        let others = [
+            Latent { query_rank: Some(8), ..latent },
+            Latent { rank: 9, ..latent },
+            Latent { rotary: 2, ..latent },
+            Latent { value: 5, ..latent },
+        ];
+        assert!(others.into_iter().all(|other| record(other) != record(latent)));
         let moe = plain(RouterRule::All, &ModelShape::demo().layers[0]);
         let clamped = ExpertActivation::Clamped { alpha: 1.0, limit: 2.0 };
         let others = [

@@ -19,8 +19,11 @@ impl Model {
         linear(dev, &delta.strength, x, None, act.strength)
     }
 
-    /// Attention's output, after its gate if it has one. Layers share the memory of outputs after gates.
+    /// Attention's output, after its gate if it has one, without the zeros of latent attention. Layers share the memory of outputs after gates.
     pub(super) fn gate_output<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<DeviceSlice> {
+        if let Some(latent) = self.latent(layer) {
+            return latent.output(dev);
+        }
         let ([_, x], gate) = (self.own_tokens(layer), self.activations.layers[layer].attn_gate);
         let Some(AttnGateWork { out, .. }) = self.attn_gate_work(layer) else { return Ok(x) };
         match self.delta(layer) {

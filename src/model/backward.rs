@@ -192,14 +192,22 @@ impl Model {
         let grads = ResidualGrads { dresidual, dnorm, scale: self.scale_below(layer) };
         let last = (&params.attn_out, params.post_attn_norm.map(|norm| (norm, act.post_attn)));
         let dbranch = self.branch_gradient(dev, layer, grads, last, first)?;
-        linear_backward(dev, &params.attn_out, attn_out, dbranch, Input::New(dattn_out), first)?;
+        let dout = self.latent(layer).map_or(dattn_out, |latent| latent.output_gradient(dattn_out));
+        linear_backward(dev, &params.attn_out, attn_out, dbranch, Input::New(dout), first)?;
+        self.latent(layer).map_or(Ok(()), |latent| latent.widen_gradient(dev, dattn_out))?;
         run.hand_over(Handover::OutGrad, layer)?;
         self.backward_heads(run.dev(), layer, first)?;
         run.hand_over(Handover::QkvGrad, layer)?;
         let dev = run.dev();
-        self.rotate(dev, layer, dqkv, true)?;
-        let dqkv = self.backward_qk_norm(dev, layer, dqkv, first)?;
-        let matrices = once((&params.qkv, dqkv)).chain(self.gate_gradients(layer));
+        let dqkv = match self.latent(layer) {
+            Some(latent) => latent.backward(dev, dqkv, first)?,
+            None => {
+                self.rotate(dev, layer, dqkv, true)?;
+                self.backward_qk_norm(dev, layer, dqkv, first)?
+            }
+        };
+        let of_latent = self.latent(layer).into_iter().flat_map(|latent| latent.gradients());
+        let matrices = once((&params.qkv, dqkv)).chain(self.gate_gradients(layer)).chain(of_latent);
         self.leave(dev, layer, grads, matrices, (params.attn_norm.map(|norm| (norm, act.attn_norm)), act.input), first)
     }
 

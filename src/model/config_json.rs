@@ -8,6 +8,7 @@ mod delta;
 mod experts;
 mod gemma4;
 mod keys;
+mod latent;
 mod rope;
 #[cfg(test)]
 mod tests;
@@ -95,14 +96,14 @@ fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
     let (spec, names) = (family.spec(), family.spec().keys);
     let channels = keys.count(names.channels, SIZE_MAX)?;
     let layers = keys.count(names.layers, LAYERS_MAX)?;
-    let attn = attention(keys, spec, channels)?;
+    let attn = latent::attention(keys, spec)?.map_or_else(|| attention(keys, spec, channels), Ok)?;
     let max_positions = keys.count(names.max_positions, INDEX_MAX)?;
     let norm = NormSpec { kind: spec.norm, plus_one: spec.plus_one, eps: keys.number(names.eps, None, 1e-30, 1.0)? as f32 };
     let windows = windows::windows(keys, spec, layers)?;
     let slides: Vec<bool> = windows.iter().map(Option::is_some).collect();
     let attns = gemma4::attention(keys, spec, attn, &slides)?;
     let of_type = |slides_here: bool| slides.iter().zip(&attns).find(|(slides, _)| **slides == slides_here);
-    let head_dim = |slides| of_type(slides).map_or(attn.head_dim, |(_, attn)| attn.head_dim);
+    let head_dim = |slides| of_type(slides).map_or(attn.head_dim, |(_, attn)| attn.latent().map_or(attn.head_dim, |latent| latent.rotary));
     let heads = rope::RotatedHeads { head_dims: [head_dim(false), head_dim(true)], max_positions };
     let (ropes, rope_of) = rope::ropes(keys, spec, &heads, &slides)?;
     let scaled_from = rope::scaled_from(keys, spec)?;

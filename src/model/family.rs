@@ -2,6 +2,7 @@
 
 pub(super) mod delta;
 mod gemma;
+pub(super) mod latent;
 mod text_parts;
 
 use super::layer_shape::{Act, NormKind, QkSpan};
@@ -206,6 +207,8 @@ pub(crate) enum ExpertLayers {
     ByStep,
     /// The layers from the index in this key on; the value is the default.
     From(&'static str, usize),
+    /// The layers named `sparse` in `mlp_layer_types`; all layers but the first if that is missing.
+    ByType,
     /// All layers if this key is true, otherwise none.
     If(&'static str),
 }
@@ -278,6 +281,8 @@ pub(crate) struct FamilySpec {
     pub(crate) moe: Option<MoeSpec>,
     /// Storage of the gated delta rule that some layers have, if attention of all other layers has a gate, as in Qwen3.5.
     pub(crate) delta: Option<delta::DeltaFiles>,
+    /// Keys of latent attention, if all layers have it.
+    pub(crate) latent: Option<latent::LatentSpec>,
     /// How files hold this decoder as the text part of a multimodal model; `None`: the model is text only.
     pub(crate) text_part: Option<TextPart>,
 }
@@ -405,6 +410,7 @@ const LLAMA: FamilySpec = FamilySpec {
     sinks: false,
     moe: None,
     delta: None,
+    latent: None,
     text_part: None,
 };
 
@@ -582,6 +588,9 @@ static FAMILIES: &[FamilySpec] = &[
     gemma::GEMMA3,
     gemma::GEMMA4,
     GLM4_MOE,
+    latent::GLM4_MOE_LITE,
+    latent::DEEPSEEK_V2,
+    latent::DEEPSEEK_V3,
     FamilySpec {
         architecture: "Dots1ForCausalLM",
         out_bias: Presence::Key("attention_bias", false),
@@ -690,8 +699,6 @@ const INEXPRESSIBLE: &[(&str, &str)] = &[
     ("PhiForCausalLM", "attention and MLP side by side"),
     ("FalconForCausalLM", "attention and MLP side by side"),
     ("GPTNeoXForCausalLM", "attention and MLP side by side"),
-    ("DeepseekV2ForCausalLM", "latent attention"),
-    ("DeepseekV3ForCausalLM", "latent attention"),
     ("Llama4ForCausalLM", "chunked attention and scaled queries"),
     ("Llama4ForConditionalGeneration", "chunked attention and scaled queries"),
     ("JambaForCausalLM", "state space layers"),

@@ -8,16 +8,16 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// The formula of [`ModelShape::flops_per_step`].
-pub(crate) const FLOPS_FORMULA: &str = "6*N*T + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters with the output matrix, T tokens, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule): causal, no recompute";
+pub(crate) const FLOPS_FORMULA: &str = "6*N*T + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters with the output matrix, T tokens, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule; head_dim is the mean of keys and values): causal, no recompute";
 
 /// The formula where the head computes trained rows alone.
-const FLOPS_FORMULA_OF_TRAINED_ROWS: &str = "6*N*T + 6*V*C*T_trained + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters without the output matrix [V, C], T tokens, T_trained trained tokens, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule): causal, no recompute";
+const FLOPS_FORMULA_OF_TRAINED_ROWS: &str = "6*N*T + 6*V*C*T_trained + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters without the output matrix [V, C], T tokens, T_trained trained tokens, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule; head_dim is the mean of keys and values): causal, no recompute";
 
 /// The formula where tensors are frozen.
-const FLOPS_FORMULA_OF_FROZEN: &str = "2*(N + N_passed + N_trained)*T + sum_l(p_l*heads*head_dim*S_l)*T; N matrix parameters with the output matrix, N_passed of them not below the lowest trained tensor, N_trained of them trained with trained rows of the output matrix, T tokens, p_l 6 or below the lowest trained tensor 2, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule): causal, no recompute";
+const FLOPS_FORMULA_OF_FROZEN: &str = "2*(N + N_passed + N_trained)*T + sum_l(p_l*heads*head_dim*S_l)*T; N matrix parameters with the output matrix, N_passed of them not below the lowest trained tensor, N_trained of them trained with trained rows of the output matrix, T tokens, p_l 6 or below the lowest trained tensor 2, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule; head_dim is the mean of keys and values): causal, no recompute";
 
 /// The formula where tensors are frozen and the head computes trained rows alone.
-const FLOPS_FORMULA_OF_FROZEN_AND_TRAINED_ROWS: &str = "2*(N + N_passed + N_trained)*T + p*V*C*T_trained + sum_l(p_l*heads*head_dim*S_l)*T; N matrix parameters without the output matrix [V, C], N_passed of them not below the lowest trained tensor, N_trained of them trained, T tokens, T_trained trained tokens, p 6 or with a frozen output matrix 4 + 2n/V for n trained rows of it, p_l 6 or below the lowest trained tensor 2, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule): causal, no recompute";
+const FLOPS_FORMULA_OF_FROZEN_AND_TRAINED_ROWS: &str = "2*(N + N_passed + N_trained)*T + p*V*C*T_trained + sum_l(p_l*heads*head_dim*S_l)*T; N matrix parameters without the output matrix [V, C], N_passed of them not below the lowest trained tensor, N_trained of them trained, T tokens, T_trained trained tokens, p 6 or with a frozen output matrix 4 + 2n/V for n trained rows of it, p_l 6 or below the lowest trained tensor 2, S_l sequence length (2W - W^2/S in a window of W, 3*head_dim in a gated delta rule; head_dim is the mean of keys and values): causal, no recompute";
 
 /// The formula of the FLOPs of a run of `shape`.
 pub(crate) fn flops_formula(shape: &ModelShape, head_rows: HeadRows) -> &'static str {
@@ -66,7 +66,7 @@ impl ModelShape {
             (0..self.layers.len()).map(|layer| if table.runs_backward(Module::Layer(layer)) { 1.0 } else { 1.0 / 3.0 }).collect();
         let flops = |(&length, &count): (&usize, &usize)| {
             let (tokens, s) = (count as f64 * length as f64, length as f64);
-            let attention = |(layer, share): (&LayerShape, &f64)| share * attended(&layer.attn, s) * layer.attn.out_cols() as f64;
+            let attention = |(layer, share): (&LayerShape, &f64)| share * attended(&layer.attn, s) * layer.attn.score_cols();
             6.0 * tokens * self.layers.iter().zip(&shares).map(attention).sum::<f64>()
         };
         documents.iter().map(flops).sum()

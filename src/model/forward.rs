@@ -230,6 +230,7 @@ impl Model {
         let x = self.enter(dev, layer, (params.attn_norm, &params.qkv), act.input, act.attn_norm)?;
         linear(dev, &params.qkv, x, None, act.projected.map_or(qkv, |kept| kept.raw))?;
         self.project_gates(dev, layer, act, x)?;
+        self.latent(layer).map_or(Ok(()), |latent| latent.project(dev, x))?;
         self.change_qkv(dev, layer, act)?;
         self.attend(run, layer, act, attending)?;
         let attn_out = self.gate_output(run.dev(), layer)?;
@@ -281,11 +282,14 @@ impl Model {
         self.activate(dev, layer, act)
     }
 
-    /// Computes the input of attention for this rank's tokens: normalised, if the model has such norms, and rotated queries and keys, or
-    /// the convolution before a gated delta rule.
+    /// Computes the input of attention for this rank's tokens: normalised, if the model has such norms, and rotated queries and keys, the
+    /// convolution before a gated delta rule, or queries, keys and values from latent vectors.
     fn change_qkv<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
         if let Some(delta) = self.delta(layer) {
             return delta.convolve(dev);
+        }
+        if let Some(latent) = self.latent(layer) {
+            return latent.assemble(dev);
         }
         let [out, _] = self.own_tokens(layer);
         if let (Some((q, k)), Some(kept)) = (self.layers[layer].qk_norm, act.projected) {

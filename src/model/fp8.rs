@@ -52,7 +52,7 @@ pub(super) fn work_elems(shape: &ModelShape, tokens: usize) -> [usize; 4] {
 
 /// Rows and columns of the weights of FP8 products. Experts and their router are excluded.
 fn linears(layer: &LayerShape, channels: usize) -> impl Iterator<Item = (usize, usize)> {
-    let attention = [(layer.attn.projected_cols(), channels), (channels, layer.attn.out_cols())];
+    let attention = [(layer.attn.projected_cols(), channels), (channels, layer.attn.value_cols())];
     let (ins, width) = layer.mlp_cols();
     let mlp = layer.mlp.moe().is_none().then_some([(ins, channels), (channels, width)]);
     attention.into_iter().chain(mlp.into_iter().flatten())
@@ -66,6 +66,9 @@ pub(crate) fn check(shape: &ModelShape, tokens: usize) -> Result<()> {
     let dims = shape.layers.iter().flat_map(|layer| linears(layer, shape.channels)).flat_map(|(outs, ins)| [outs, ins]);
     if shape.has_delta() {
         return Err(Error::usage("--matmul-dtype fp8: not supported for models with gated delta rules; use --matmul-dtype bfloat16"));
+    }
+    if shape.has_latent() {
+        return Err(Error::usage("--matmul-dtype fp8: not supported for models with latent attention; use --matmul-dtype bfloat16"));
     }
     let is_odd = |dim: &usize| !dim.is_multiple_of(FP8_GRAIN);
     let remedy = "use --matmul-dtype bfloat16";

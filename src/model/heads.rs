@@ -98,7 +98,8 @@ fn can_divide(attn: &Attn, ranks: usize) -> bool {
 pub(crate) fn check_degree(layers: &[LayerShape], ranks: usize) -> std::result::Result<(), String> {
     let layers = || layers.iter().map(|layer| &layer.attn);
     if ranks > 1 && layers().any(|attn| attn.kind != AttnKind::Softmax) {
-        return Err(format!("--sequence-ranks {ranks}: ranks cannot share gated attention, which this model has; use 1"));
+        let kind = if layers().any(|attn| attn.latent().is_some()) { "latent" } else { "gated" };
+        return Err(format!("--sequence-ranks {ranks}: ranks cannot share {kind} attention, which this model has; use 1"));
     }
     let Some(attn) = layers().find(|attn| !can_divide(attn, ranks)) else { return Ok(()) };
     let works = |ranks: &usize| layers().all(|attn| can_divide(attn, *ranks));

@@ -143,6 +143,20 @@ pub(crate) enum Values {
     NormedKeys,
 }
 
+/// Queries, keys and values of multi-head latent attention: products of matrices with normalised latent vectors, which are projections of the
+/// input. Every key ends with the same rotated channels, which are a projection of the input, too. There are as many key heads as query heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Latent {
+    /// Channels of the latent vector of queries; `None`: queries are projections of the input.
+    pub(crate) query_rank: Option<usize>,
+    /// Channels of the latent vector of keys and values.
+    pub(crate) rank: usize,
+    /// Last channels of a head of queries and keys, which rotate.
+    pub(crate) rotary: usize,
+    /// Channels of a value, at most those of a head. Attention reads values with zeros behind them.
+    pub(crate) value: usize,
+}
+
 /// Arithmetic between the projections of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AttnKind {
@@ -152,6 +166,8 @@ pub(crate) enum AttnKind {
     GatedSoftmax,
     /// Gated delta rule after a short convolution, without scores; a gated norm of each head follows.
     Delta,
+    /// Softmax of scores, between queries, keys and values from latent vectors.
+    Latent(Latent),
 }
 
 /// Attention of one layer.
@@ -190,9 +206,17 @@ impl Attn {
         self.kind == AttnKind::Delta
     }
 
+    /// Latent vectors, if the layer has them.
+    pub(crate) fn latent(&self) -> Option<Latent> {
+        if let AttnKind::Latent(latent) = self.kind { Some(latent) } else { None }
+    }
+
     /// Columns of the gate of the output; 0 without one.
     pub(crate) fn gate_cols(&self) -> usize {
-        if self.kind == AttnKind::Softmax { 0 } else { self.out_cols() }
+        match self.kind {
+            AttnKind::Softmax | AttnKind::Latent(_) => 0,
+            AttnKind::GatedSoftmax | AttnKind::Delta => self.out_cols(),
+        }
     }
 
     /// Columns of the decay, and of the strength of updates, in a gated delta rule; 0 without one.
@@ -205,14 +229,17 @@ impl Attn {
         if self.is_delta() { 0 } else { self.heads }
     }
 
-    /// Columns of the fused projection to queries, keys and values.
+    /// Columns of the fused projection to queries, keys and values; with latent vectors, of the projection to queries or to their latent vector.
     pub(crate) fn projected_cols(&self) -> usize {
+        if let Some(Latent { query_rank, .. }) = self.latent() {
+            return query_rank.unwrap_or(self.out_cols());
+        }
         self.qkv_cols() - if self.values == Values::NormedKeys { self.kv_heads * self.head_dim } else { 0 }
     }
 
-    /// Columns of projections that a norm or a convolution changes before attention; 0 if attention reads the projections.
+    /// Columns of projections that a norm, a convolution or further products change before attention; 0 if attention reads the projections.
     pub(crate) fn raw_qkv_cols(&self) -> usize {
-        if self.is_delta() || self.qk_norm.is_some() { self.projected_cols() } else { 0 }
+        if self.is_delta() || self.qk_norm.is_some() || self.latent().is_some() { self.projected_cols() } else { 0 }
     }
 
     /// Columns of the fused query, key and value: `(heads + 2 kv_heads) head_dim`.
@@ -225,9 +252,28 @@ impl Attn {
         self.heads * self.head_dim
     }
 
-    /// Statistics that the norm of queries and keys saves for a token.
+    /// Columns of the output without the zeros behind values: those of the output projection's input.
+    pub(crate) fn value_cols(&self) -> usize {
+        self.heads * self.latent().map_or(self.head_dim, |latent| latent.value)
+    }
+
+    /// Columns that a product with a key or with a value multiplies, in the mean of both.
+    pub(crate) fn score_cols(&self) -> f64 {
+        (self.out_cols() + self.value_cols()) as f64 / 2.0
+    }
+
+    /// Columns of gradients that are in memory at once beside those of the output: of queries, keys and values, or of latent vectors and their
+    /// norms.
+    pub(crate) fn gradient_cols(&self) -> usize {
+        let of_latent = |Latent { query_rank, rank, .. }: Latent| 2 * (query_rank.unwrap_or(0) + rank);
+        self.qkv_cols().max(self.latent().map_or(0, of_latent))
+    }
+
+    /// Statistics that norms of queries and keys, or of latent vectors, save for a token.
     pub(crate) fn qk_stats_cols(&self) -> usize {
         match self.qk_norm {
+            None if self.latent().is_some_and(|latent| latent.query_rank.is_some()) => 2,
+            None if self.latent().is_some() => 1,
             None => 0,
             // The keys that are values, too, have one statistic.
             Some(QkSpan::Head) if self.values == Values::Normed => self.heads + 2 * self.kv_heads,

@@ -25,6 +25,7 @@ pub(crate) mod head_rows;
 pub(crate) mod heads;
 mod host_turns;
 pub(crate) mod init;
+mod latent;
 pub(crate) mod layer_shape;
 mod linear;
 mod loss_tile;

@@ -107,6 +107,7 @@ pub(super) struct LayerParams {
     /// Projection to the gate of attention's output.
     pub(crate) attn_gate: Option<LinearParams>,
     pub(crate) delta: Option<DeltaParams>,
+    pub(crate) latent: Option<LatentParams>,
     /// Norm weights of queries and of keys.
     pub qk_norm: Option<(Param, Param)>,
     pub(crate) attn_out: LinearParams,
@@ -138,6 +139,20 @@ pub(super) struct DeltaParams {
     pub(crate) decay_bias: Param,
     /// Weight of the gated norm.
     pub(crate) norm: Param,
+}
+
+/// Tensors of latent attention; the projection to queries or to their latent vector is [`LayerParams::qkv`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LatentParams {
+    /// Projection to the latent vector of keys and values.
+    pub(crate) latent: LinearParams,
+    /// Projection to the rotated channels of keys.
+    pub(crate) key: LinearParams,
+    pub(crate) norm: NormParams,
+    /// Keys and values from their latent vector.
+    pub(crate) kv: LinearParams,
+    /// Norm of the latent vector of queries, and queries from it.
+    pub(crate) queries: Option<(NormParams, LinearParams)>,
 }
 
 /// The shared expert of a layer.
@@ -270,6 +285,7 @@ impl Flat<'_> {
             qkv,
             attn_gate,
             delta: self.delta(module),
+            latent: self.latent(module),
             qk_norm: self.find(module, Role::QNorm).zip(self.find(module, Role::KNorm)),
             attn_out: self.linear(module, Role::AttnOut, Some(Role::AttnOutBias)),
             sinks: self.find(module, Role::Sinks),
@@ -319,6 +335,15 @@ impl Flat<'_> {
             decay_bias: self.expect(module, Role::DeltaDecayBias),
             norm: self.expect(module, Role::DeltaNorm),
         })
+    }
+
+    fn latent(&self, module: Module) -> Option<LatentParams> {
+        let norm = |role| Some(NormParams { weight: self.find(module, role)?, bias: None });
+        let (normed, kv) = (norm(Role::LatentNorm)?, self.linear(module, Role::LatentKv, None));
+        let all = self.linear(module, Role::Latent, None);
+        let (latent, key) = (all.rows(0..kv.in_cols), all.rows(kv.in_cols..all.out_cols));
+        let queries = norm(Role::LatentQueryNorm).map(|norm| (norm, self.linear(module, Role::LatentQueries, None)));
+        Some(LatentParams { latent, key, norm: normed, kv, queries })
     }
 
     fn shared(&self, module: Module) -> Option<SharedParams> {

@@ -11,7 +11,7 @@ use std::path::Path;
 /// `Qwen/Qwen3-VL-8B-Instruct`, `mistralai/Ministral-3-14B-Base-2512`, `mistralai/Mistral-Small-3.1-24B-Base-2503` and
 /// `google/gemma-3-27b-pt`; `gemma-4-31b` is `google/gemma-4-31b` and `gemma-4-26b-a4b` is `google/gemma-4-26B-A4B`; the other presets are
 /// published under their own names, `qwen3.5-9b` as `Qwen/Qwen3.5-9B` and `qwen3-next-80b-a3b` as `Qwen/Qwen3-Next-80B-A3B-Instruct`. Presets of multimodal models have the text part alone.
-pub const PRESETS: [(&str, &str); 29] = [
+pub const PRESETS: [(&str, &str); 32] = [
     ("qwen3-4b", include_str!("presets/qwen3-4b.json")),
     ("llama-8b", include_str!("presets/llama-8b.json")),
     ("qwen3-14b", include_str!("presets/qwen3-14b.json")),
@@ -43,6 +43,9 @@ pub const PRESETS: [(&str, &str); 29] = [
     ("qwen3.5-27b", include_str!("presets/qwen3.5-27b.json")),
     ("qwen3.5-35b-a3b", include_str!("presets/qwen3.5-35b-a3b.json")),
     ("qwen3-next-80b-a3b", include_str!("presets/qwen3-next-80b-a3b.json")),
+    ("glm-4.7-flash", include_str!("presets/glm-4.7-flash.json")),
+    ("moonlight-16b-a3b", include_str!("presets/moonlight-16b-a3b.json")),
+    ("deepseek-v2-lite", include_str!("presets/deepseek-v2-lite.json")),
 ];
 
 /// Names of the presets, for messages.
@@ -169,6 +172,10 @@ mod tests {
             ("qwen3-next-80b-a3b", 79_674_391_296, 3_562_373_120),
             // With a factor for each layer.
             ("gemma-4-26b-a4b", 25_233_141_790, 3_821_830_144),
+            // With corrections of scores in three parts.
+            ("glm-4.7-flash", 29_943_390_976 + 3 * 2944, 3_579_314_176),
+            ("moonlight-16b-a3b", 15_960_108_544 + 3 * 1664, 2_579_103_744),
+            ("deepseek-v2-lite", 15_706_484_224, 2_451_308_544),
         ] {
             let table = TensorTable::new(&shape(Path::new(name)).unwrap());
             assert_eq!((table.params(), table.matmul_params()), (params, taken), "{name}");

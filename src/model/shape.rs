@@ -2,9 +2,9 @@
 
 use super::family::Family;
 use super::heads::{HeadShare, SequenceRank};
-use super::layer_shape::{Attn, LayerShape, NormSpec};
+use super::layer_shape::{Attn, Latent, LayerShape, NormSpec};
 use crate::data::encode::media_token::MediaToken;
-use crate::device::{AttentionShape, DeltaShape};
+use crate::device::{AttentionShape, DeltaShape, LatentHeads};
 use crate::dtype::Dtype;
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -187,6 +187,16 @@ impl ModelShape {
         self.layers[layer].attn.is_delta().then_some(shape)
     }
 
+    /// The heads of `layer`, if they come from latent vectors.
+    ///
+    /// # Panics
+    /// If the model has no such layer.
+    pub(crate) fn latent_heads(&self, layer: usize) -> Option<LatentHeads> {
+        let attn = self.layers[layer].attn;
+        let (Latent { rotary, value, .. }, rope) = (attn.latent()?, attn.rope?);
+        Some(LatentHeads { heads: attn.heads, plain: attn.head_dim - rotary, rotary, value, interleaved: self.ropes[rope].interleaved })
+    }
+
     /// The gated delta rule of the first layer that has one; all have the same shape.
     pub(crate) fn first_delta(&self, batch: usize, seq_length: usize) -> Option<DeltaShape> {
         (0..self.layers.len()).find_map(|layer| self.delta(batch, seq_length, layer))
@@ -201,6 +211,11 @@ impl ModelShape {
     /// Layers with scores.
     pub(crate) fn layers_with_scores(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.layers.len()).filter(|layer| !self.layers[*layer].attn.is_delta())
+    }
+
+    /// Whether some layer has latent attention.
+    pub(crate) fn has_latent(&self) -> bool {
+        self.layers.iter().any(|layer| layer.attn.latent().is_some())
     }
 
     /// Whether some layer has a gated delta rule.

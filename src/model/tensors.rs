@@ -11,6 +11,7 @@ mod delta;
 mod file_rows;
 mod frozen;
 mod interleaved;
+mod latent;
 mod moe_norms;
 mod role;
 mod token_rows;
@@ -515,10 +516,10 @@ impl TableBuilder<'_> {
     fn attention(&mut self, module: Module, LayerShape { attn, norm, .. }: LayerShape, at: impl Fn(&str) -> String) {
         let (&Names { attn_norm, post_attn_norm, .. }, norms) = (self.names, (Role::AttnNorm, Role::AttnNormBias));
         self.norm(module, norm, (Role::PostAttnNorm, Role::PostAttnNormBias), post_attn_norm.map(&at));
-        if attn.is_delta() {
-            self.delta(module, attn, &at)
-        } else {
-            self.softmax(module, attn, norm, &at)
+        match attn.kind {
+            AttnKind::Delta => self.delta(module, attn, &at),
+            AttnKind::Latent(latent) => self.latent(module, attn, latent, &at),
+            AttnKind::Softmax | AttnKind::GatedSoftmax => self.softmax(module, attn, norm, &at),
         }
         self.norm(module, norm, norms, attn_norm.map(&at));
     }
@@ -602,6 +603,11 @@ pub(in crate::model) mod tests {
                 "rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5}, "sliding_attention":
                 {"rope_type": "default"}}"#
             }
+            _ if spec.latent.is_some() => {
+                r#", "num_key_value_heads": 4, "q_lora_rank": 14, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+                "v_head_dim": 5, "n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1,
+                "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1"#
+            }
             None if spec.scales_queries => r#", "rope_scaling": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}"#,
             None => "",
             Some(_) => {
@@ -676,6 +682,18 @@ pub(in crate::model) mod tests {
         assert_eq!(gemma(Role::MlpIn), ("model.layers.1.experts.gate_up_proj".into(), vec![3, 24, 32]));
         assert_eq!(gemma(Role::SharedIn), ("model.layers.1.mlp.gate_proj.weight".into(), vec![40, 32]));
         assert_eq!(gemma(Role::ExpertScale), ("model.layers.1.router.per_expert_scale".into(), vec![3]));
+        let latent = |role| part("DeepseekV3ForCausalLM", role, 0);
+        for (role, name, shape) in [
+            (Role::Qkv, "q_a_proj", vec![14, 32]),
+            (Role::LatentQueryNorm, "q_a_layernorm", vec![14]),
+            (Role::LatentQueries, "q_b_proj", vec![40, 14]),
+            (Role::Latent, "kv_a_proj_with_mqa", vec![14, 32]),
+            (Role::LatentNorm, "kv_a_layernorm", vec![10]),
+            (Role::LatentKv, "kv_b_proj", vec![44, 10]),
+            (Role::AttnOut, "o_proj", vec![32, 20]),
+        ] {
+            assert_eq!(latent(role), (format!("model.layers.1.self_attn.{name}.weight"), shape));
+        }
     }
 
     #[test]
@@ -702,6 +720,10 @@ pub(in crate::model) mod tests {
         assert_eq!(TensorTable::new(&tied).matmul_params(), 2 * layer + embed);
         let attention = 6.0 * 2.0 * 32.0 * 16.0 * 48.0;
         assert_eq!(tied.flops_per_step(3, 16), 6.0 * (2 * layer + embed) as f64 * 48.0 + attention);
+        // Scores of latent attention: heads of 10 channels, values of 5.
+        let latent = shape("DeepseekV3ForCausalLM");
+        let scores = latent.flops_per_step(3, 16) - 6.0 * TensorTable::new(&latent).matmul_params() as f64 * 48.0;
+        assert_eq!(scores, 6.0 * 2.0 * 4.0 * (10.0 + 5.0) / 2.0 * 16.0 * 48.0);
         // A window of 8 in 16 tokens: 8*9/2 + 8*8 of 16*17/2 scores; without the diagonal's half this is 3/4.
         let mut windowed = tied;
         windowed.layers.iter_mut().for_each(|layer| layer.attn.window = Some(8));

@@ -1,6 +1,6 @@
 """Writes the golden values of tests/parity.rs: tiny random models of every family, trained for ten steps by PyTorch.
 
-Made with torch 2.15.0, transformers 5.23.0 (ministral3, gemma4, gemma4_moe, gemma4_moe_packed, glm4_moe, dots1, qwen2_moe, qwen3_weighted, qwen3_5, qwen3_5_moe, qwen3_next, frozen ones, tokens ones: 5.24.0), peft 0.21.2 (tokens ones) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
+Made with torch 2.15.0, transformers 5.23.0 (ministral3, gemma4, gemma4_moe, gemma4_moe_packed, glm4_moe, dots1, qwen2_moe, qwen3_weighted, qwen3_5, qwen3_5_moe, qwen3_next, latent ones, frozen ones, tokens ones: 5.24.0), peft 0.21.2 (tokens ones) and safetensors 0.8.0 on one CPU thread, in float32 with eager attention:
 
     python generate.py [FAMILY...]
 
@@ -207,9 +207,35 @@ GEMMA4_MOE = dict(
     ),
 )
 FAMILIES["gemma4_moe"] = transformers.Gemma4TextConfig(**GEMMA4_MOE)
+# Latent attention in three layers, the first without experts. Values have fewer channels than queries and keys, unless stated otherwise.
+LATENT = dict(
+    **dict(SIZES, num_hidden_layers=3), **COMMON, num_key_value_heads=4, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
+    moe_intermediate_size=12, n_routed_experts=8, num_experts_per_tok=3, rms_norm_eps=1e-3,
+)
+LATENT_YARN = dict(YARN, rope_theta=100.0, truncate=True, mscale_all_dim=0.707)
+FAMILIES["deepseek_v2"] = transformers.DeepseekV2Config(
+    **LATENT, q_lora_rank=None, n_shared_experts=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+    rope_parameters=dict(LATENT_YARN, mscale=0.707),
+)
+FAMILIES["deepseek_v3"] = transformers.DeepseekV3Config(
+    **LATENT, q_lora_rank=None, n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=2.446, first_k_dense_replace=1,
+    num_mtp_layers=0, rope_parameters=plain_rope(1000.0),
+)
+# Queries from a latent vector, groups of experts, a rotation with a factor on cosines and sines, and pairs of channels that lie apart.
+FAMILIES["deepseek_v3_lora"] = transformers.DeepseekV3Config(
+    **LATENT, q_lora_rank=20, n_shared_experts=1, n_group=4, topk_group=2, routed_scaling_factor=2.5, first_k_dense_replace=1,
+    num_mtp_layers=0, rope_interleave=False, rope_parameters=dict(LATENT_YARN, mscale=1.0),
+)
+# Values with as many channels as queries and keys.
+FAMILIES["glm4_moe_lite"] = transformers.Glm4MoeLiteConfig(
+    **dict(LATENT, v_head_dim=12), q_lora_rank=20, n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=1.8,
+    mlp_layer_types=["dense", "sparse", "sparse"], rope_parameters=plain_rope(1000.0),
+)
 # Lengths of documents in rows of packed families, row by row in turn. Each document runs alone: transformers' delta rule in plain torch
 # ignores where documents begin.
 PACKED = {"qwen3_5_packed": [[130], [1, 63, 64, 2], [65, 65], [66, 64]], "gemma4_moe_packed": [[16], [1, 15], [5, 11], [7, 2, 7]]}
+PACKED["deepseek_v3_packed"] = PACKED["gemma4_moe_packed"]
+FAMILIES["deepseek_v3_packed"] = FAMILIES["deepseek_v3_lora"]
 FAMILIES["qwen3_5_packed"] = FAMILIES["qwen3_5"]
 # Scores of Gemma 4 have no factor, and its softmax is sharp: with a smaller epsilon, float32 norms are off by 1e-6 and more from those in float64.
 FAMILIES["gemma4_moe_packed"] = transformers.Gemma4TextConfig(**GEMMA4_MOE, rms_norm_eps=0.1)
@@ -240,7 +266,7 @@ FROZEN["tokens"] = [r"layers\.0\.", r"norm"]
 FAMILIES["tokens"] = FAMILIES["llama"]
 FAMILIES["tokens_tied"] = FAMILIES["qwen3"]
 # Where two experts nearly tie with the usual seed.
-SEEDS = {"gemma4_moe_packed": 1237}
+SEEDS = {"gemma4_moe_packed": 1237, "deepseek_v3_lora": 1236}
 # The factor on the loss that balances experts.
 BALANCE = {"qwen3_moe_balanced": 2.0}
 

@@ -7,7 +7,7 @@ use super::harness::Bench;
 use super::random::Random;
 use super::report::{Outcome, Report};
 use super::{
-    attention, attention_parts, casts, copies, cross_entropy, delta, embed, experts, fp8, heads, key_gradients, matmul, mxfp4,
+    attention, attention_parts, casts, copies, cross_entropy, delta, embed, experts, fp8, heads, key_gradients, latent, matmul, mxfp4,
     normed_values, norms, optimizer, plans, pointwise, products, route, scales, sinks, teacher,
 };
 use std::io::Write;
@@ -52,6 +52,7 @@ pub fn run<W: Write>(suite: &mut Suite<'_, W>) {
     norms::cases(suite);
     heads::cases(suite);
     normed_values::cases(suite);
+    latent::cases(suite);
     cross_entropy::cases(suite);
     teacher::cases(suite);
     matmul::cases(suite);

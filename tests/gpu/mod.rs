@@ -16,6 +16,7 @@ mod harness;
 mod heads;
 mod kernels;
 mod key_gradients;
+mod latent;
 mod matmul;
 mod mxfp4;
 mod normed_values;

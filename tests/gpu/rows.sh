@@ -19,6 +19,7 @@ rows() {
 gemma-4-31b|2|450 TFLOP/s, goal 460|--model gemma-4-31b --gpus 2 --moments int8 --seq-length 4096 --per-device-train-batch-size 4
 qwen3.5-27b|2|450 TFLOP/s, goal 470|--model qwen3.5-27b --gpus 2 --moments int8 --seq-length 4096 --per-device-train-batch-size 4
 qwen3.5-35b-a3b|2|11 k tokens/s each, goal 12 k|--model qwen3.5-35b-a3b --gpus 2 --moments bfloat16 --seq-length 4096 --per-device-train-batch-size 8
+moonlight-16b-a3b|1|runs|--model moonlight-16b-a3b --moments int8 --masters split --seq-length 4096 --per-device-train-batch-size 4
 ROWS
 }
 

@@ -104,6 +104,28 @@ fn gemma4_shape(has_experts: bool) -> ModelShape {
     ModelShape::parse(&config.to_string(), "config.json".as_ref()).expect("the suite's own model")
 }
 
+/// Models with latent attention: queries from the input, and from a latent vector; values with zeros behind them, and of whole heads.
+fn latent_shapes() -> [(&'static str, ModelShape); 3] {
+    let (none, some) = (serde_json::Value::Null, serde_json::Value::from(24));
+    [
+        ("DeepseekV2", latent_shape("DeepseekV2ForCausalLM", none, 16, 1.0)),
+        ("DeepseekV3", latent_shape("DeepseekV3ForCausalLM", some.clone(), 16, 1.5)),
+        ("Glm4MoeLite", latent_shape("Glm4MoeLiteForCausalLM", some, 24, 1.5)),
+    ]
+}
+
+/// A token uses all four experts, so that rounding cannot change the choice.
+fn latent_shape(architecture: &str, query_rank: serde_json::Value, value: usize, factor: f64) -> ModelShape {
+    let config = serde_json::json!({
+        "architectures": [architecture], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "q_lora_rank": query_rank,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": value, "intermediate_size": 64,
+        "moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1, "routed_scaling_factor": factor, "vocab_size": 256, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": true,
+    });
+    ModelShape::parse(&config.to_string(), "config.json".as_ref()).expect("the suite's own model")
+}
+
 /// Layers that are large enough to keep a GPU busy.
 pub fn wide_shape(layers: usize) -> ModelShape {
     let config = serde_json::json!({
@@ -246,7 +268,7 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
         report.case(&format!("training/losses in {dtype}"), || losses(subject, &shape(), dtype, ""));
         report.case(&format!("training/losses in {dtype}, several documents a row"), || losses(subject, &shape(), dtype, PACKED));
         report.case(&format!("training/losses in {dtype}, few trained rows"), || losses(subject, &shape(), dtype, TRAINED_ROWS));
-        for (name, shape) in gemma4_shapes() {
+        for (name, shape) in gemma4_shapes().into_iter().chain(latent_shapes()) {
             report.case(&format!("training/losses of {name} in {dtype}"), || losses(subject, &shape, dtype, ""));
             report
                 .case(&format!("training/losses of {name} in {dtype}, several documents a row"), || losses(subject, &shape, dtype, PACKED));
@@ -268,7 +290,7 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
         report.case(&format!("training/digests {}", variant.name), || digests(subject, &shape(), &variant));
     }
     let variant = Variant { name: "", common: "", speculating: RESIDENT_AND_CAST, clip: Clip::Sometimes, skips: false };
-    for (name, shape) in gemma4_shapes() {
+    for (name, shape) in gemma4_shapes().into_iter().chain(latent_shapes()) {
         report.case(&format!("training/digests of {name}"), || digests(subject, &shape, &variant));
     }
     for family in Experts::ALL {

@@ -13,6 +13,7 @@ mod gated_norm;
 mod grid;
 mod grouped;
 mod key_gradients;
+mod latent;
 #[cfg(test)]
 mod launch_tests;
 mod mxfp4;
@@ -40,9 +41,9 @@ pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
     transfer::SOURCES.iter().chain(transformer)
 }
 
-/// PTX files for documents, mixtures of experts, delta rules, blocks of queries, products in parts, attention by products, normed values, FP8, MXFP4, sinks and teachers. They take megabytes and
+/// PTX files for documents, mixtures of experts, delta rules, blocks of queries, latent attention, products in parts, attention by products, normed values, FP8, MXFP4, sinks and teachers. They take megabytes and
 /// are loaded on first use.
-pub(super) static LATER: [&PtxSource; 17] = [
+pub(super) static LATER: [&PtxSource; 18] = [
     &delta::SOURCE,
     &documents::SOURCE,
     &experts::SOURCE,
@@ -51,6 +52,7 @@ pub(super) static LATER: [&PtxSource; 17] = [
     &grouped::HOPPER_SOURCE,
     &grouped::TABLES_SOURCE,
     &key_gradients::SOURCE,
+    &latent::SOURCE,
     &mxfp4::SOURCE,
     &normed_values::SOURCE,
     &product::SOURCE,

@@ -8,6 +8,7 @@ pub(super) mod experts;
 pub(super) mod gated_norm;
 pub(super) mod grouped;
 pub(super) mod key_gradients;
+pub(super) mod latent;
 pub(super) mod mxfp4;
 pub(super) mod norm;
 pub(super) mod normed_values;
@@ -23,8 +24,8 @@ pub(super) mod teacher;
 pub(super) mod transfer;
 
 pub use self::{
-    attention::*, cross_entropy::*, delta::*, embed::*, experts::*, gated_norm::*, grouped::*, key_gradients::*, mxfp4::*, norm::*,
-    normed_values::*, pointwise::*, product::*, quantize::*, rope::*, route::*, scores::*, short_conv::*, sinks::*, teacher::*,
+    attention::*, cross_entropy::*, delta::*, embed::*, experts::*, gated_norm::*, grouped::*, key_gradients::*, latent::*, mxfp4::*,
+    norm::*, normed_values::*, pointwise::*, product::*, quantize::*, rope::*, route::*, scores::*, short_conv::*, sinks::*, teacher::*,
     transfer::*,
 };
 use super::Device;
@@ -66,6 +67,7 @@ macro_rules! launches {
                 GatedNorm, GatedNormBackward,
                 GroupedMatmul, SegmentSums,
                 AddKeyGradients,
+                AssembleHeads, AssembleHeadsBackward, ResizeRows,
                 ExpandMxfp4,
                 RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward,
                 Swiglu, SwigluBackward, Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, SigmoidGate, SigmoidGateBackward,
@@ -124,6 +126,7 @@ sum! {
         gated_norm::{GatedNorm, GatedNormBackward},
         grouped::{GroupedMatmul, SegmentSums},
         key_gradients::{AddKeyGradients},
+        latent::{AssembleHeads, AssembleHeadsBackward, ResizeRows},
         mxfp4::{ExpandMxfp4},
         norm::{RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward},
         normed_values::{QkvNorm, QkvNormBackward, ScaleBy},

@@ -111,6 +111,7 @@ fn sparse_layers(keys: &Keys, spec: &MoeSpec, layers: usize) -> Result<Vec<bool>
     match spec.layers {
         ExpertLayers::All => Ok(vec![true; layers]),
         ExpertLayers::ByStep => layers_by_step(keys, layers),
+        ExpertLayers::ByType => layers_by_type(keys, layers),
         ExpertLayers::If(key) => Ok(vec![keys.flag(key, false)?; layers]),
         ExpertLayers::From(key, default) => {
             let first = if keys.get(key).is_some() { keys.whole(key)? } else { default };
@@ -120,6 +121,28 @@ fn sparse_layers(keys: &Keys, spec: &MoeSpec, layers: usize) -> Result<Vec<bool>
             Ok((0..layers).map(|layer| layer >= first).collect())
         }
     }
+}
+
+/// The layers named `sparse`, or all but the first.
+fn layers_by_type(keys: &Keys, layers: usize) -> Result<Vec<bool>> {
+    let (key, dense) = ("mlp_layer_types", "first_k_dense_replace");
+    let sparse: Vec<bool> = match (keys.get(key), keys.get(dense)) {
+        (None, Some(first)) if first.as_u64() != Some(1) => {
+            return Err(keys.unsupported(dense, first, "only 1 is supported without mlp_layer_types"));
+        }
+        (None, _) => (0..layers).map(|layer| layer > 0).collect(),
+        (Some(types), _) => {
+            let types = types.as_array().filter(|types| types.len() == layers);
+            let types = types.ok_or_else(|| keys.bad(key, format_args!("expected a list of {layers} layer types")))?;
+            let is_sparse = |kind: &Value| match kind.as_str() {
+                Some("dense") => Ok(false),
+                Some("sparse") => Ok(true),
+                _ => Err(keys.unsupported(key, kind, "known: dense, sparse")),
+            };
+            types.iter().map(is_sparse).collect::<Result<_>>()?
+        }
+    };
+    if sparse.contains(&true) { Ok(sparse) } else { Err(keys.bad(key, "no layer has experts")) }
 }
 
 /// Every n-th layer except the listed ones.

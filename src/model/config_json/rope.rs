@@ -10,7 +10,7 @@ const ORIGINAL: &str = "original_max_position_embeddings";
 
 /// Sizes shared by all rotations of a model.
 pub(super) struct RotatedHeads {
-    /// Channels of a head in layers with full attention, and in layers with a sliding window.
+    /// Channels of a head, or with latent attention those that may rotate, in layers with full attention, and in layers with a sliding window.
     pub(super) head_dims: [usize; 2],
     pub(super) max_positions: usize,
 }
@@ -120,7 +120,8 @@ fn rope(keys: &Keys, inner: &Keys, spec: &FamilySpec, (head_dim, max_positions):
         Some(kind) if kind == "mrope" && spec.text_part.is_some() => (RopeScaling::Default, 1.0),
         _ => scaling(keys, inner, max_positions, rotary_dim)?,
     };
-    Ok(RopeConfig { theta, rotary_dim, interleaved: spec.interleaved, scaling, attention_factor: attention_factor as f32 })
+    let interleaved = spec.latent.as_ref().map_or(Ok(spec.interleaved), |latent| keys.rule(latent.interleaved))?;
+    Ok(RopeConfig { theta, rotary_dim, interleaved, scaling, attention_factor: attention_factor as f32 })
 }
 
 /// A rotation of which only a part of the pairs of channels rotate, by the frequencies that they have among all pairs.

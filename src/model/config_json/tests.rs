@@ -302,7 +302,7 @@ fn layers_without_rope() {
 #[test]
 fn unsupported_architectures_are_named() {
     let cases = [
-        (with("DeepseekV3ForCausalLM", json!({})), "DeepseekV3ForCausalLM"),
+        (with("JambaForCausalLM", json!({})), "JambaForCausalLM"),
         (with("LlamaForCausalLM", json!({"num_experts": 4})), "num_experts = 4"),
         (experts("MixtralForCausalLM", json!({"router_jitter_noise": 0.1})), "router_jitter_noise = 0.1"),
         (experts("MixtralForCausalLM", json!({"hidden_act": "gelu_new"})), "hidden_act = \"gelu_new\""),

@@ -29,6 +29,17 @@ pub enum Role {
     KNorm,
     /// Sink score of each query head `[heads]`.
     Sinks,
+    /// Projection to the latent vector of keys and values, then to the rotated channels of keys `[rank + rotary, channels]`. With latent
+    /// vectors, [`Role::Qkv`] is the projection to queries or to their latent vector.
+    Latent,
+    /// Norm of the latent vector of keys and values `[rank]`.
+    LatentNorm,
+    /// Keys and values from their latent vector: by head, key rows, then value rows `[heads (head_dim - rotary + value), rank]`.
+    LatentKv,
+    /// Norm of the latent vector of queries `[query_rank]`.
+    LatentQueryNorm,
+    /// Queries from their latent vector `[heads head_dim, query_rank]`.
+    LatentQueries,
     /// Gate of a gated delta rule's output `[heads head_dim, channels]`.
     DeltaGate,
     /// Decay of a gated delta rule `[heads, channels]`; without [`Role::DeltaStrength`], `heads` rows of the strength follow.
@@ -45,7 +56,7 @@ pub enum Role {
     DeltaNorm,
     /// Factor on the residual stream after the layer `[1]`, which is no parameter: its gradient is zero, so that it never changes.
     LayerScale,
-    /// Output projection of attention `[channels, heads head_dim]`.
+    /// Output projection of attention `[channels, heads head_dim]`, or `[channels, heads value]` with latent vectors.
     AttnOut,
     /// Bias of the output projection `[channels]`.
     AttnOutBias,
@@ -111,6 +122,11 @@ impl Role {
             (Self::QkvBias, _) => "attn.qkv.bias",
             (Self::QNorm, _) => "attn.q_norm",
             (Self::KNorm, _) => "attn.k_norm",
+            (Self::Latent, _) => "attn.latent",
+            (Self::LatentNorm, _) => "attn.latent_norm",
+            (Self::LatentKv, _) => "attn.kv",
+            (Self::LatentQueryNorm, _) => "attn.query_norm",
+            (Self::LatentQueries, _) => "attn.queries",
             (Self::DeltaGate, _) => "attn.gate",
             (Self::DeltaDecay, _) => "attn.decay",
             (Self::DeltaStrength, _) => "attn.strength",

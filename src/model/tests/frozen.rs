@@ -72,7 +72,7 @@ fn frozen_tensors_change_no_bit_of_other_gradients() {
 
 #[test]
 fn frozen_tensors_change_no_bit_of_other_gradients_in_fp8() {
-    let supported = shapes().into_iter().filter(|(_, shape)| !shape.has_delta());
+    let supported = shapes().into_iter().filter(|(_, shape)| !shape.has_delta() && !shape.has_latent());
     for (nth, (name, shape)) in supported.enumerate() {
         expect_same_gradients::<half::bf16>(&name, &for_fp8(shape), true, nth as u64);
     }

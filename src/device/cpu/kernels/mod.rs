@@ -19,6 +19,7 @@ pub(crate) mod gated_norm;
 pub(crate) mod grouped;
 pub(crate) mod isa;
 pub(crate) mod key_gradients;
+mod latent;
 pub(crate) mod math;
 pub(crate) mod matmul;
 mod mxfp4;

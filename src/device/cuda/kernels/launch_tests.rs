@@ -439,6 +439,19 @@ fn normed_values(list: &mut List, r: &mut TestMemory, shape: AttentionShape) -> 
     ScaleBy { x: r.x(4097), factor: r.x(1) }.enqueue(list)
 }
 
+/// Heads of latent attention, and their width.
+fn latent(list: &mut List, r: &mut TestMemory, tokens: usize, heads: LatentHeads) -> Result<()> {
+    let (all, projected, d) = (tokens * heads.query_cols(), r.x(tokens * heads.projected_cols()), heads.head_dim());
+    let (queries, key, qkv) = (r.x(all), r.x(tokens * heads.rotary), r.x(3 * all));
+    let (positions, table) = (r.of(tokens, Dtype::Int32), r.f(tokens * heads.rotary));
+    AssembleHeads { queries, projected, key, positions, table, qkv, heads }.enqueue(list)?;
+    let (dqueries, dprojected, dkey) = (queries, projected, key);
+    AssembleHeadsBackward { dqkv: qkv, positions, table, dqueries, dprojected, dkey, heads }.enqueue(list)?;
+    let (x, out) = (queries, r.x(tokens * heads.heads * heads.value));
+    ResizeRows { x, out, from: d, to: heads.value }.enqueue(list)?;
+    ResizeRows { x: out, out: x, from: heads.value, to: d }.enqueue(list)
+}
+
 /// The softmax of a tile of scores, and the rounding of sums of key gradients.
 fn scores(list: &mut List, r: &mut TestMemory, shape: AttentionShape, lanes: usize) -> Result<()> {
     let AttentionShape { seq_length, heads, kv_heads, head_dim, .. } = shape;
@@ -532,6 +545,11 @@ fn listing() -> Result<String> {
         scores(&mut list, &mut TestMemory { dtype, skew, given: 0 }, shape, 2)?;
         normed_values(&mut list, &mut TestMemory { dtype, skew, given: 0 }, shape)?;
         scores(&mut list, &mut TestMemory { dtype, skew, given: 0 }, AttentionShape { kv_heads: 1, window: Some(200), ..shape }, 2)?;
+    }
+    for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
+        let mut memory = TestMemory { dtype, skew, given: 0 };
+        latent(&mut list, &mut memory, 600, LatentHeads { heads: 20, plain: 128, rotary: 64, value: 128, interleaved: true })?;
+        latent(&mut list, &mut memory, 67, LatentHeads { heads: 3, plain: 5, rotary: 6, value: 7, interleaved: false })?;
     }
     Ok(list.lines)
 }
