@@ -51,12 +51,12 @@ pub fn tiny_delta(layers: usize, channels: usize, vocab: usize, tied: bool) -> M
     ModelShape::parse(&config.to_string(), std::path::Path::new("config.json")).unwrap()
 }
 
-/// Like [`tiny_llama`], with latent attention, and four experts in every layer but the first. A token uses two of them.
+/// Like [`tiny_llama`], with latent attention, and four experts in every layer but the first of several. A token uses two of them.
 pub fn tiny_latent(layers: usize, channels: usize, vocab: usize, tied: bool) -> ModelShape {
     let config = serde_json::json!({
         "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": channels, "num_hidden_layers": layers, "num_attention_heads": 4,
         "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "intermediate_size": channels,
-        "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "first_k_dense_replace": usize::from(layers > 1), "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
         "moe_intermediate_size": channels / 2, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.0, "vocab_size": vocab,
         "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": tied,
     });
