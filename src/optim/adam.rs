@@ -143,23 +143,12 @@ impl AdamStep {
     /// The specification: the element after this step.
     #[inline(always)]
     pub fn apply(&self, old: AdamElement, grad: f32) -> AdamElement {
-        let (m, v) = self.moments(old.m, old.v, grad);
-        AdamElement { param: self.moved(old.param, m, v.sqrt()), m, v }
-    }
-
-    /// The moments after this step.
-    #[inline(always)]
-    fn moments(&self, m: f32, v: f32, grad: f32) -> (f32, f32) {
         let c = &self.consts;
         let g = grad * self.scale;
-        (g.mul_add(c.one_minus_beta1, m * c.beta1), (g * g).mul_add(c.one_minus_beta2, v * c.beta2))
-    }
-
-    /// The parameter after this step: `m` and `root`, the square root of the second moment, are those after the step.
-    #[inline(always)]
-    fn moved(&self, param: f32, m: f32, root: f32) -> f32 {
-        let c = &self.consts;
-        (m / self.divisor(root)).mul_add(c.neg_step_size, param * c.decay)
+        let m = g.mul_add(c.one_minus_beta1, old.m * c.beta1);
+        let v = (g * g).mul_add(c.one_minus_beta2, old.v * c.beta2);
+        let param = (m / self.denominator(v)).mul_add(c.neg_step_size, old.param * c.decay);
+        AdamElement { param, m, v }
     }
 
     /// The element before this step, by algebra; see [`inverse`] for its precision.
@@ -177,12 +166,7 @@ impl AdamStep {
 
     #[inline(always)]
     pub(super) fn denominator(&self, v: f32) -> f32 {
-        self.divisor(v.sqrt())
-    }
-
-    #[inline(always)]
-    fn divisor(&self, root: f32) -> f32 {
-        root.mul_add(self.consts.inv_sqrt_bias2, self.consts.eps)
+        v.sqrt().mul_add(self.consts.inv_sqrt_bias2, self.consts.eps)
     }
 }
 
@@ -222,34 +206,6 @@ pub(crate) fn commit<M: Moment, G: Element>(step: AdamStep, state: &mut AdamStat
     let mut state = state.sized(grads.len());
     for (i, grad) in grads.iter().enumerate() {
         state.set(i, step.apply(state.get(i), grad.to_f32()), step);
-    }
-}
-
-/// The square roots of a block.
-#[inline(always)]
-pub(super) fn roots<const N: usize>(x: &[f32; N]) -> [f32; N] {
-    let mut roots = [0.0; N];
-    for i in 0..N {
-        roots[i] = x[i].sqrt();
-    }
-    roots
-}
-
-/// [`commit`] of a block of `N` elements with fp32 moments. `roots` has the bits of [`f32::sqrt`].
-#[inline(always)]
-pub(super) fn commit_block<const N: usize>(
-    step: AdamStep,
-    state: &mut AdamState<'_>,
-    grads: &[f32; N],
-    roots: impl FnOnce(&[f32; N]) -> [f32; N],
-) {
-    let AdamState { params, m, v, .. } = state.sized(N);
-    for i in 0..N {
-        (m[i], v[i]) = step.moments(m[i], v[i], grads[i]);
-    }
-    let roots = roots((&*v).try_into().expect("a block of second moments"));
-    for i in 0..N {
-        params[i] = step.moved(params[i], m[i], roots[i]);
     }
 }
 

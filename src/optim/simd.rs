@@ -2,8 +2,7 @@
 //!
 //! Each pass is inlined into a shell function that only enables instructions; the compiler then vectorises the specification itself, so all
 //! instruction sets agree bit for bit. Hand-written are the stores of results (see [`Stores`]) and, on x86-64, the codec of 8-bit moments,
-//! which has only integer operations (`int8_codec.rs`), and its square roots by AVX-512, which have the bits of the CPU's (`roots.rs`). On
-//! x86-64 a block with denormal moments takes a separate path: see [`lifting`].
+//! which has only integer operations (`int8_codec.rs`). On x86-64 a block with denormal moments takes a separate path: see [`lifting`].
 #![allow(unsafe_code)]
 
 use crate::dtype::Element;
@@ -448,8 +447,6 @@ mod int8_codec;
 #[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
 mod int8_vectors;
 mod lifting;
-#[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
-mod roots;
 mod split;
 
 // The shells that run a pass on an instruction set, and their hand-written parts.

@@ -5,9 +5,7 @@
 //! with 128-bit vectors, which is the vector length of Grace. BFCVT would not help: its NaN is not the specification's, and correcting it
 //! takes about as many instructions as rounding with integers.
 
-pub(super) use super::plain::{
-    denormals_noted, fence, forget_denormals, forget_underflow, lifted, prefetch, roots, stream, underflow_noted,
-};
+pub(super) use super::plain::{denormals_noted, fence, forget_denormals, forget_underflow, lifted, prefetch, stream, underflow_noted};
 use super::{AdamKernels, Isa};
 use std::arch::is_aarch64_feature_detected;
 

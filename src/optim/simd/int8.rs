@@ -97,17 +97,7 @@ impl BlockStep for Stepper<'_> {
         if let Some(lifting) = self.lifting {
             return lifting.commit(self.isa, block, grads);
         }
-        adam::commit_block(
-            step,
-            block,
-            grads,
-            // Inlined, so that it is compiled for the instruction set of the pass.
-            #[inline(always)]
-            |v| {
-                // SAFETY: this pass runs with the instruction set.
-                unsafe { shells::roots(self.isa, v) }
-            },
-        );
+        adam::commit(step, block, grads);
         false
     }
 }

@@ -1,7 +1,6 @@
 //! Memory access without hints, for targets without hand-written stores.
 
 use super::{AdamKernels, BLOCK, Isa, StoreLine};
-use crate::optim::adam;
 use crate::optim::lifted_step::{LiftedStep, Numbers};
 
 impl AdamKernels {
@@ -30,13 +29,6 @@ pub(super) fn prefetch(_: *const StoreLine) {}
 #[inline(always)]
 pub(super) unsafe fn lifted(_: Isa, step: &LiftedStep, block: &mut Numbers<BLOCK>) -> bool {
     step.apply(block)
-}
-
-/// # Safety
-/// There are no requirements.
-#[inline(always)]
-pub(super) unsafe fn roots(_: Isa, x: &[f32; BLOCK]) -> [f32; BLOCK] {
-    adam::roots(x)
 }
 
 #[inline(always)]

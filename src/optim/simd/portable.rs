@@ -1,8 +1,6 @@
 //! No vector shells: the feature is off, or there are none for this architecture.
 
-pub(super) use super::plain::{
-    denormals_noted, fence, forget_denormals, forget_underflow, lifted, prefetch, roots, stream, underflow_noted,
-};
+pub(super) use super::plain::{denormals_noted, fence, forget_denormals, forget_underflow, lifted, prefetch, stream, underflow_noted};
 use super::{AdamKernels, Isa};
 
 pub(super) const LACKING: &str = "this build lacks it (cargo feature grace-adam, on x86-64 and aarch64)";

@@ -3,8 +3,7 @@
 //! AVX-512's own conversion to bfloat16 (`VCVTNEPS2BF16`) is not used: it treats denormals as zero, so its bits are not the
 //! specification's. The time of the conversion by integers is hidden by memory access.
 
-use super::{AdamKernels, BLOCK, Isa, StoreLine, roots};
-use crate::optim::adam;
+use super::{AdamKernels, BLOCK, Isa, StoreLine};
 use crate::optim::lifted_step::{LiftedStep, Numbers};
 use std::arch::asm;
 use std::arch::x86_64::{
@@ -95,19 +94,6 @@ fn avx2_lifted(step: &LiftedStep, block: &mut Numbers<BLOCK>) -> bool {
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
 fn avx512_lifted(step: &LiftedStep, block: &mut Numbers<BLOCK>) -> bool {
     step.apply(block)
-}
-
-/// The square roots of `x`, with the bits of [`f32::sqrt`].
-///
-/// # Safety
-/// The CPU supports `isa`.
-#[inline(always)]
-pub(super) unsafe fn roots(isa: Isa, x: &[f32; BLOCK]) -> [f32; BLOCK] {
-    match isa {
-        // SAFETY: the caller upholds the contract.
-        Isa::Avx512 => unsafe { roots::roots(x) },
-        _ => adam::roots(x),
-    }
 }
 
 /// Flag of MXCSR: an operand was denormal.
