@@ -46,6 +46,11 @@ impl Kind {
         matches!(self, Self::Moe | Self::Gemma | Self::Latent)
     }
 
+    /// The setting that balances experts, where routers choose by a softmax.
+    pub fn balance(self) -> &'static str {
+        if matches!(self, Self::Moe | Self::Gemma) { "router-aux-loss-coef = 0.5" } else { "" }
+    }
+
     /// Whether no product of such layers may be computed in FP8.
     pub fn excludes_fp8(self) -> bool {
         matches!(self, Self::Delta | Self::Latent)
@@ -249,7 +254,7 @@ fn run(case: &Case, way: &Way) -> Run {
         if case.masked { "trained" } else { "all" },
         if case.seed.is_multiple_of(3) { "float32" } else { "auto" },
     );
-    let balance = if case.kind.has_experts() { "router-aux-loss-coef = 0.5" } else { "" };
+    let balance = case.kind.balance();
     let plan = |weights: &str, early: &str| {
         let more = format!("weights = \"{weights}\"\nearly-rows = \"{early}\"");
         Plan::new(&settings(&format!("{lines}\n{balance}\n{more}")).request(&shape), &Machine::cpu(2), false)

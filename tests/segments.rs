@@ -127,7 +127,7 @@ fn segments_of_layers_change_no_bit() {
         let pick = Pick(seed);
         let (layers, channels) = pick.of(0, &[(5, 32), (9, 32), (12, 32), (8, 64)]);
         let (kind, tied) = (pick.of(17, &[Kind::Llama, Kind::Delta, Kind::Moe, Kind::Gemma, Kind::Latent]), pick.of(18, &[false, true]));
-        let (experts, fp8) = (kind.has_experts(), if kind.excludes_fp8() { "dtype = \"bfloat16\"" } else { "matmul-dtype = \"fp8\"" });
+        let fp8 = if kind.excludes_fp8() { "dtype = \"bfloat16\"" } else { "matmul-dtype = \"fp8\"" };
         let shape = kind.model()(layers, channels, pick.of(1, &[64, 300]), tied);
         let (each, turn) = (pick.of(2, &[1, 2, 3, 4]), pick.of(3, &[0, 1, 2, 3, 4]));
         let (shares, each_share) = pick.of(4, &[(1, 1), (1, 2), (1, 4), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)]);
@@ -142,7 +142,7 @@ fn segments_of_layers_change_no_bit() {
             pick.of(8, &["float32", "bfloat16", "int8"]),
             pick.of(9, &["0.0", "1e-3", "1.7", "1e9"]),
             shares * each_share,
-            if experts { "router-aux-loss-coef = 0.5" } else { "" },
+            kind.balance(),
             if tied { "all" } else { pick.of(19, &["all", "trained"]) },
             pick.of(23, &["auto", "float32"]),
             loss.unwrap_or(pick.of(20, &["wrapped", "bfd"])),
@@ -210,7 +210,7 @@ impl RanksCase {
             ranks * rounds,
             if ranks == 4 { pick.of(7, &[1, 2, 4]) } else { pick.of(7, &[1, ranks]) },
             pick.of(8, &["", "", "{step = 2, element = 5000, share = 1, value = \"nan\"}", "{step = 3, element = 9000, value = 1e3}"]),
-            if kind.has_experts() { "router-aux-loss-coef = 0.5" } else { "" },
+            kind.balance(),
             if tied { "all" } else { pick.of(9, &["all", "trained"]) },
             pick.of(21, &["auto", "float32"]),
             if sequence_ranks > 1 { "wrapped" } else { pick.of(20, &LOSSES).unwrap_or(pick.of(10, &["wrapped", "bfd"])) },
