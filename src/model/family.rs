@@ -281,8 +281,6 @@ pub(crate) struct FamilySpec {
     pub(crate) moe: Option<MoeSpec>,
     /// Storage of the gated delta rule that some layers have, if attention of all other layers has a gate, as in Qwen3.5.
     pub(crate) delta: Option<delta::DeltaFiles>,
-    /// Keys of latent attention, if all layers have it.
-    pub(crate) latent: Option<latent::LatentSpec>,
     /// How files hold this decoder as the text part of a multimodal model; `None`: the model is text only.
     pub(crate) text_part: Option<TextPart>,
 }
@@ -410,7 +408,6 @@ const LLAMA: FamilySpec = FamilySpec {
     sinks: false,
     moe: None,
     delta: None,
-    latent: None,
     text_part: None,
 };
 

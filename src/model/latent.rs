@@ -32,9 +32,9 @@ pub(super) struct LatentLayer<'a> {
 }
 
 /// Successive parts of memory.
-struct Parts(DeviceSlice);
+struct SuccessiveParts(DeviceSlice);
 
-impl Parts {
+impl SuccessiveParts {
     fn take(&mut self, elems: usize) -> DeviceSlice {
         let all = self.0;
         self.0 = all.slice(elems, all.elems() - elems);
@@ -65,7 +65,7 @@ impl<'a> LatentLayer<'a> {
 
     /// Statistics of the norms of the latent vectors of keys and values, and of queries.
     fn stats(&self) -> [DeviceSlice; 2] {
-        let mut parts = Parts(self.projected.rstd);
+        let mut parts = SuccessiveParts(self.projected.rstd);
         let of_keys = parts.take(self.tokens);
         [of_keys, parts.0]
     }
@@ -79,7 +79,7 @@ impl<'a> LatentLayer<'a> {
     /// Computes queries, keys and values from the projections.
     pub(super) fn assemble<D: Kernels>(&self, dev: &mut D) -> Result<()> {
         let Self { params, act, projected, all, table, heads, tokens } = *self;
-        let (mut work, [stats, query_stats], latent) = (Parts(all.dfused), self.stats(), act.latent);
+        let (mut work, [stats, query_stats], latent) = (SuccessiveParts(all.dfused), self.stats(), act.latent);
         norm(dev, NORM, &params.norm, (latent.raw, latent.normed), stats, None)?;
         let kv = work.take(tokens * heads.projected_cols());
         linear(dev, &params.kv, latent.normed, None, kv)?;
@@ -100,7 +100,7 @@ impl<'a> LatentLayer<'a> {
         if !self.has_zeros() {
             return Ok(self.act.attn_out);
         }
-        let out = Parts(self.all.dfused).take(self.tokens * self.value_cols());
+        let out = SuccessiveParts(self.all.dfused).take(self.tokens * self.value_cols());
         dev.launch(ResizeRows { x: self.act.attn_out, out, from: self.heads.head_dim(), to: self.heads.value })?;
         Ok(out)
     }
@@ -110,7 +110,7 @@ impl<'a> LatentLayer<'a> {
         if !self.has_zeros() {
             return dout;
         }
-        let (mut parts, elems) = (Parts(self.all.dfused), self.tokens * self.value_cols());
+        let (mut parts, elems) = (SuccessiveParts(self.all.dfused), self.tokens * self.value_cols());
         parts.take(elems);
         parts.take(elems)
     }
@@ -125,13 +125,13 @@ impl<'a> LatentLayer<'a> {
 
     /// Gradients of queries, of projected keys and values, and of the rotated channels of keys, in the memory of queries, keys and values.
     fn projection_gradients(&self) -> [DeviceSlice; 3] {
-        let (heads, mut parts) = (self.heads, Parts(self.act.qkv));
+        let (heads, mut parts) = (self.heads, SuccessiveParts(self.act.qkv));
         [heads.query_cols(), heads.projected_cols(), heads.rotary].map(|cols| parts.take(self.tokens * cols))
     }
 
     /// Gradients of latent vectors of keys and values, and of queries, before their norms, and memory for those of the norms' outputs.
     fn vector_gradients(&self) -> [[DeviceSlice; 2]; 2] {
-        let (latent, mut parts) = (self.act.latent, Parts(self.all.dfused));
+        let (latent, mut parts) = (self.act.latent, SuccessiveParts(self.all.dfused));
         [latent.normed, latent.queries].map(|like| [(); 2].map(|()| parts.take(like.elems())))
     }
 

@@ -9,8 +9,8 @@ use serde_json::{Map, Value};
 
 /// Attention shared by all layers, without rope; `None` if the family has no latent attention.
 pub(super) fn attention(keys: &Keys, spec: &FamilySpec) -> Result<Option<Attn>> {
-    let Some(latent) = &spec.latent else { return Ok(None) };
-    refuse_unsupported(keys, spec, latent)?;
+    let Some(latent) = spec.latent() else { return Ok(None) };
+    refuse_unsupported(keys, spec, &latent)?;
     let size = |key| keys.count(key, SIZE_MAX);
     let (heads, plain, value) = (size(spec.keys.heads)?, size("qk_nope_head_dim")?, size("v_head_dim")?);
     let latent = Latent { query_rank: query_rank(keys)?, rank: size("kv_lora_rank")?, rotary: size("qk_rope_head_dim")?, value };

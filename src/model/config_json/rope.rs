@@ -120,7 +120,7 @@ fn rope(keys: &Keys, inner: &Keys, spec: &FamilySpec, (head_dim, max_positions):
         Some(kind) if kind == "mrope" && spec.text_part.is_some() => (RopeScaling::Default, 1.0),
         _ => scaling(keys, inner, max_positions, rotary_dim)?,
     };
-    let interleaved = spec.latent.as_ref().map_or(Ok(spec.interleaved), |latent| keys.rule(latent.interleaved))?;
+    let interleaved = spec.latent().map_or(Ok(spec.interleaved), |latent| keys.rule(latent.interleaved))?;
     Ok(RopeConfig { theta, rotary_dim, interleaved, scaling, attention_factor: attention_factor as f32 })
 }
 

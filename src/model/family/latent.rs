@@ -29,16 +29,26 @@ pub(super) const DEEPSEEK_V3: FamilySpec = FamilySpec {
     out_bias: Presence::Never,
     mlp_bias: Presence::Never,
     moe: Some(MOE),
-    latent: Some(LatentSpec { interleaved: Presence::Key("rope_interleave", true), scoring: "sigmoid", choice: "noaux_tc" }),
     ..LLAMA
 };
 
 pub(super) const DEEPSEEK_V2: FamilySpec = FamilySpec {
     architecture: "DeepseekV2ForCausalLM",
     moe: Some(MoeSpec { renormalised: Presence::Never, layers: ExpertLayers::From("first_k_dense_replace", 0), sigmoid: false, ..MOE }),
-    latent: Some(LatentSpec { interleaved: Presence::Always, scoring: "softmax", choice: "greedy" }),
     ..DEEPSEEK_V3
 };
 
 pub(super) const GLM4_MOE_LITE: FamilySpec =
     FamilySpec { architecture: "Glm4MoeLiteForCausalLM", moe: Some(MoeSpec { layers: ExpertLayers::ByType, ..MOE }), ..DEEPSEEK_V3 };
+
+impl FamilySpec {
+    /// The keys of a family with latent attention.
+    pub(crate) fn latent(&self) -> Option<LatentSpec> {
+        let sigmoid = LatentSpec { interleaved: Presence::Key("rope_interleave", true), scoring: "sigmoid", choice: "noaux_tc" };
+        match self.architecture {
+            "DeepseekV3ForCausalLM" | "Glm4MoeLiteForCausalLM" => Some(sigmoid),
+            "DeepseekV2ForCausalLM" => Some(LatentSpec { interleaved: Presence::Always, scoring: "softmax", choice: "greedy" }),
+            _ => None,
+        }
+    }
+}

@@ -439,6 +439,15 @@ fn normed_values(list: &mut List, r: &mut TestMemory, shape: AttentionShape) -> 
     ScaleBy { x: r.x(4097), factor: r.x(1) }.enqueue(list)
 }
 
+fn latents(list: &mut List) -> Result<()> {
+    for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
+        let mut memory = TestMemory { dtype, skew, given: 0 };
+        latent(list, &mut memory, 600, LatentHeads { heads: 20, plain: 128, rotary: 64, value: 128, interleaved: true })?;
+        latent(list, &mut memory, 67, LatentHeads { heads: 3, plain: 5, rotary: 6, value: 7, interleaved: false })?;
+    }
+    Ok(())
+}
+
 /// Heads of latent attention, and their width.
 fn latent(list: &mut List, r: &mut TestMemory, tokens: usize, heads: LatentHeads) -> Result<()> {
     let (all, projected, d) = (tokens * heads.query_cols(), r.x(tokens * heads.projected_cols()), heads.head_dim());
@@ -546,11 +555,7 @@ fn listing() -> Result<String> {
         normed_values(&mut list, &mut TestMemory { dtype, skew, given: 0 }, shape)?;
         scores(&mut list, &mut TestMemory { dtype, skew, given: 0 }, AttentionShape { kv_heads: 1, window: Some(200), ..shape }, 2)?;
     }
-    for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
-        let mut memory = TestMemory { dtype, skew, given: 0 };
-        latent(&mut list, &mut memory, 600, LatentHeads { heads: 20, plain: 128, rotary: 64, value: 128, interleaved: true })?;
-        latent(&mut list, &mut memory, 67, LatentHeads { heads: 3, plain: 5, rotary: 6, value: 7, interleaved: false })?;
-    }
+    latents(&mut list)?;
     Ok(list.lines)
 }
 
