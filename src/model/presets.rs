@@ -48,9 +48,12 @@ pub const PRESETS: [(&str, &str); 32] = [
     ("deepseek-v2-lite", include_str!("presets/deepseek-v2-lite.json")),
 ];
 
+/// Published models with the shape of a preset: their names, and its name.
+const SAME_SHAPES: [(&str, &str); 2] = [("qwen3.6-27b", "qwen3.5-27b"), ("qwen3.6-35b-a3b", "qwen3.5-35b-a3b")];
+
 /// Names of the presets, for messages.
 pub(crate) fn names() -> String {
-    PRESETS.map(|(name, _)| name).join(", ")
+    PRESETS.iter().chain(&SAME_SHAPES).map(|(name, _)| *name).collect::<Vec<_>>().join(", ")
 }
 
 /// The shape of the preset named by `config`, or of the `config.json` or model directory at the path `config`. Messages name --model.
@@ -58,7 +61,8 @@ pub(crate) fn names() -> String {
 /// # Errors
 /// `Usage` when `config` is neither; errors of [`ModelDir::file`], [`ModelShape::read`] and [`ModelWeights::decided_tie`].
 pub fn shape(config: &Path) -> Result<ModelShape> {
-    if let Some((_, text)) = PRESETS.iter().find(|(name, _)| Path::new(name) == config) {
+    let listed = |list: &[(&str, &'static str)], name: &Path| list.iter().find(|(known, _)| Path::new(known) == name).map(|(_, of)| *of);
+    if let Some(text) = listed(&PRESETS, listed(&SAME_SHAPES, config).map_or(config, Path::new)) {
         return ModelShape::parse(text, config);
     }
     if !config.exists() {
@@ -156,6 +160,14 @@ mod tests {
             let (delta, attn) = (shape.layers[0].attn, shape.first_attention());
             assert_eq!((delta.heads, delta.kv_heads, delta.head_dim, attn.head_dim), (heads, 16, 128, 256), "{name}");
             assert_eq!((shape.ropes[0].rotary_dim, delta.rope, attn.rope), (64, None, Some(0)), "{name}");
+        }
+    }
+
+    #[test]
+    fn models_with_the_shape_of_a_preset_have_a_name_of_their_own() {
+        for (name, preset) in SAME_SHAPES {
+            assert_eq!(shape(Path::new(name)).unwrap(), shape(Path::new(preset)).unwrap());
+            assert!(names().contains(name));
         }
     }
 

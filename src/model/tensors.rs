@@ -603,7 +603,7 @@ pub(in crate::model) mod tests {
                 "rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5}, "sliding_attention":
                 {"rope_type": "default"}}"#
             }
-            _ if spec.latent.is_some() => {
+            _ if spec.latent().is_some() => {
                 r#", "num_key_value_heads": 4, "q_lora_rank": 14, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
                 "v_head_dim": 5, "n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1,
                 "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1"#

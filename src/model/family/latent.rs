@@ -44,11 +44,11 @@ pub(super) const GLM4_MOE_LITE: FamilySpec =
 impl FamilySpec {
     /// The keys of a family with latent attention.
     pub(crate) fn latent(&self) -> Option<LatentSpec> {
-        let sigmoid = LatentSpec { interleaved: Presence::Key("rope_interleave", true), scoring: "sigmoid", choice: "noaux_tc" };
-        match self.architecture {
-            "DeepseekV3ForCausalLM" | "Glm4MoeLiteForCausalLM" => Some(sigmoid),
-            "DeepseekV2ForCausalLM" => Some(LatentSpec { interleaved: Presence::Always, scoring: "softmax", choice: "greedy" }),
-            _ => None,
+        let is = |family: &Self| self.architecture == family.architecture;
+        let of_v3 = LatentSpec { interleaved: Presence::Key("rope_interleave", true), scoring: "sigmoid", choice: "noaux_tc" };
+        if is(&DEEPSEEK_V2) {
+            return Some(LatentSpec { interleaved: Presence::Always, scoring: "softmax", choice: "greedy" });
         }
+        (is(&DEEPSEEK_V3) || is(&GLM4_MOE_LITE)).then_some(of_v3)
     }
 }

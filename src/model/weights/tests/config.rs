@@ -21,7 +21,7 @@ pub(super) fn config(architecture: &str) -> Value {
             "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 5,
             "full_attention_interval": 2,
         }),
-        _ if Family::find(architecture).unwrap().spec().latent.is_some() => json!({
+        _ if Family::find(architecture).unwrap().spec().latent().is_some() => json!({
             "architectures": [architecture], "vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2,
             "num_attention_heads": 4, "max_position_embeddings": 32, "rms_norm_eps": 1e-6, "q_lora_rank": 14, "kv_lora_rank": 10,
             "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "n_routed_experts": 3, "num_experts_per_tok": 2,
